@@ -1,0 +1,36 @@
+# Everything lives in .venv; `make demo` and `make test` set it up themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+TEST := $(BIN)/python -m pytest
+
+.PHONY: demo test test-slow test-peers lint format clean
+
+demo: .venv/installed
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(TEST) -q
+
+test-slow: .venv/installed
+	$(TEST) -q -m slow
+
+test-peers: .venv/installed
+	@echo "no drop-in replacements yet: nothing to compare with the original packages"
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --warnings
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,test]'
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

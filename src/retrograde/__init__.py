@@ -1,0 +1,28 @@
+"""retrograde: networks as deep as you like in the activation memory of one layer, with the gradients of ordinary training."""
+
+from . import check, wirings
+from .engine import invert, run
+from .errors import ProgramError, ReplayError, RetrogradeError
+from .modules import Reversible, ReversibleSequence
+from .replay import replaying
+from .update import ALL, Add, Affine, Rule, Update
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALL",
+    "Add",
+    "Affine",
+    "ProgramError",
+    "ReplayError",
+    "RetrogradeError",
+    "Reversible",
+    "ReversibleSequence",
+    "Rule",
+    "Update",
+    "check",
+    "invert",
+    "replaying",
+    "run",
+    "wirings",
+]

@@ -1,0 +1,1 @@
+"""Measuring. The core never imports this."""

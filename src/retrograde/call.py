@@ -1,0 +1,55 @@
+"""One call of fn, watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from . import errors
+from .streams import tensors
+from .update import Update
+
+Streams = dict[str, Any]
+
+Streams = dict[str, Any]
+
+observer: Callable[..., None] | None = None  # rg.check looks over the engine's shoulder through this
+
+
+def call(index: int, update: Update, state: Streams, sources: list[Any], side: Mapping[str, Any]) -> Any:
+    """fn's output; the streams and the side inputs are as they were, or it is an error."""
+    kwargs = update.side_inputs(side)
+    watched = [t for value in (*state.values(), *kwargs.values()) for t in tensors(value)]
+    versions = [version_of(t) for t in watched]
+    try:
+        out = update.fn(*sources, **kwargs)
+    except Exception as error:
+        error.add_note(f"raised by fn in update {index}: {update}")
+        raise
+    for t, version in zip(watched, versions, strict=True):
+        if version_of(t) != version:
+            raise errors.edited_by_fn(index, update, _name_of(t, update, state, kwargs))
+    if observer is not None:
+        observer(index, update, sources, out)
+    return out
+
+
+def version_of(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _name_of(t: Tensor, update: Update, state: Streams, kwargs: Mapping[str, Any]) -> str:
+    for name, value in state.items():
+        if any(t is leaf for leaf in tensors(value)):
+            return f"its source {name!r}" if name in update.sources else f"the stream {name!r}"
+    return next(f"the side input {name!r}" for name, value in kwargs.items() if any(t is leaf for leaf in tensors(value)))
+
+
+def fitting(index: int, update: Update, target: Any, out: Any) -> Any:
+    """fn's output, if its rule can apply it to the target."""
+    why = update.rule.mismatch(target, out)
+    if why:
+        raise errors.ProgramError(errors.at(index, update, why, "Let fn return what the rule can apply to the target"))
+    return out

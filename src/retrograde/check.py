@@ -1,0 +1,159 @@
+"""Is my net right under its memory policy? Compared with ordinary autograd on the same weights, inputs and random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from . import call as calls
+from .errors import ProgramError, RetrogradeError
+from .modules import Reversible, ReversibleSequence
+from .replay import Draws, copy_of, generators, modules_of, replaying
+from .streams import tensors
+from .update import Update
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+@dataclass
+class Report:
+    """What a check found. `ok`, and if not: `first`, the first update where the two part, and `cause`."""
+
+    ok: bool
+    errors: dict[str, float] = field(default_factory=dict)  # relative error of each gradient, by name
+    first: str | None = None
+    cause: str | None = None
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"gradients agree with memory='store' (largest relative error {self.worst:.1e})"
+        name = max(self.errors, key=lambda key: self.errors[key], default=None)
+        worst = f"; largest relative error {self.worst:.1e}, of {name}" if name else ""
+        return f"gradients differ from memory='store'{worst}\nfirst at {self.first or 'an unknown update'}: {self.cause}"
+
+
+def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
+    """Compare the gradients of `net(*inputs, **side)` under its own memory policy with memory="store".
+
+    Gradients of parameters, inputs and side inputs; tolerance 1e-9 in float64, 1e-4 in float32, 5e-3 below. Nothing is left
+    changed: no `.grad`, no buffer, no random state. If they differ, the report names the first update where they part.
+
+    >>> import torch, retrograde as rg
+    >>> net = rg.ReversibleSequence([(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)])
+    >>> rg.check.gradients(net, torch.randn(2, 4)).ok
+    True
+    """
+    programs = [m for m in net.modules() if isinstance(m, (Reversible, ReversibleSequence))]
+    if not programs:
+        raise ProgramError(f"{type(net).__name__} contains no rg.Reversible and no rg.ReversibleSequence")
+    policies = [program.memory for program in programs]
+    log = _Log()
+    try:
+        with log.watching():
+            mine = _gradients(net, inputs, side)
+    except RetrogradeError as error:
+        return Report(ok=False, first=log.last, cause=str(error))
+    try:
+        for program in programs:
+            program.memory = "store"
+        true = _gradients(net, inputs, side)
+    finally:
+        for program, policy in zip(programs, policies, strict=True):
+            program.memory = policy
+    errors = {name: _relative(mine[name], true[name]) for name in true}
+    bad = [name for name in true if not errors[name] <= _tolerance(true[name])]
+    if not bad:
+        return Report(ok=True, errors=errors)
+    first, cause = log.parting or log.of_parameter(net, bad)
+    return Report(ok=False, errors=errors, first=first, cause=cause)
+
+
+class _Log:
+    """What every fn was given and returned in its first run, compared with its second run."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, list[tuple[list[Tensor], list[Tensor]]]] = {}
+        self.names: dict[Any, tuple[str, Update]] = {}
+        self.parting: tuple[str, str] | None = None
+        self.last: str | None = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        calls.observer = self
+        try:
+            yield
+        finally:
+            calls.observer = None
+
+    def __call__(self, index: int, update: Update, sources: list[Any], out: Any) -> None:
+        key, self.last = (index, id(update)), f"update {index}: {update}"
+        self.names[key] = (self.last, update)
+        seen = [t.detach().clone() for t in tensors(sources)]
+        gave = [t.detach().clone() for t in tensors(out)]
+        if not replaying():
+            self.calls.setdefault(key, []).append((seen, gave))
+        elif self.calls.get(key) and self.parting is None:
+            then_seen, then_gave = self.calls[key].pop()
+            apart = max(map(_relative, seen, then_seen), default=0.0)
+            apart_out = max(map(_relative, gave, then_gave), default=0.0)
+            if apart > _tolerance(*seen):
+                cause = f"its sources were recovered with a relative error of {apart:.1e} (drift, or an update above it)"
+                self.parting = (self.last, cause)
+            elif apart_out > 10 * _tolerance(*gave):
+                cause = (
+                    f"fn returned something else in its second run, relative difference {apart_out:.1e}: it is random or stateful"
+                )
+                self.parting = (self.last, cause)
+
+    def of_parameter(self, net: nn.Module, bad: list[str]) -> tuple[str | None, str]:
+        parameters = dict(net.named_parameters())
+        for name, update in reversed(self.names.values()):
+            owned = {id(p) for m in modules_of(update.fn) for p in m._parameters.values()}
+            for key in bad:
+                if id(parameters.get(key)) in owned:
+                    return name, f"the gradient of its parameter {key} differs"
+        return None, f"the gradient of {bad[0]} differs"
+
+
+def _gradients(net: nn.Module, inputs: Any, side: dict[str, Any]) -> dict[str, Tensor]:
+    """All gradients of net under fixed random cotangents, by name; everything is put back."""
+    flat, spec = tree_flatten((inputs, side))
+    flat = [t.detach().clone().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t for t in flat]
+    draws = Draws(generators(flat))
+    before = [(buffer, copy_of(buffer)) for buffer in net.buffers()]
+    wanted = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    wanted |= {f"input {i}": t for i, t in enumerate(flat) if isinstance(t, Tensor) and t.requires_grad}
+    try:
+        args, kwargs = tree_unflatten(flat, spec)
+        with torch.enable_grad():
+            outs = [t for t in tree_leaves(net(*args, **kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+        generator = torch.Generator().manual_seed(0)
+        cotangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outs]
+        found = torch.autograd.grad(outs, list(wanted.values()), cotangents, allow_unused=True)
+    finally:
+        draws.put_back()
+        with torch.no_grad():
+            for buffer, copy in before:
+                buffer.copy_(copy)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(wanted.items(), found, strict=True)}
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    scale = float(b.norm())
+    apart = float((a - b).norm())
+    return apart / scale if scale else apart
+
+
+def _tolerance(*given: Tensor) -> float:
+    return max((_TOLERANCE.get(t.dtype, 5e-3) for t in given), default=0.0)

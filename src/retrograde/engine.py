@@ -1,0 +1,139 @@
+"""run and invert: a list of updates over named streams, stretch by stretch as the memory policy says."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from . import memory as policies
+from .arithmetic import check_arithmetic
+from .call import Streams, call, fitting
+from .recover import Context, Run
+from .streams import dense
+from .update import Program, Update
+
+
+def run(
+    updates: Iterable[Update] | Program,
+    streams: Mapping[str, Any],
+    side: Mapping[str, Any] | None = None,
+    *,
+    memory: Any = "reverse",
+    arithmetic: str = "auto",
+) -> Streams:
+    """Run the updates over the streams and return the final streams.
+
+    `side` holds the side inputs by name; `memory` says what is kept for backward, `arithmetic` how streams are added to.
+
+    >>> import torch, retrograde as rg
+    >>> f, g = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    >>> x = torch.randn(2, 4)
+    >>> out = rg.run([rg.Update("a", f, "b"), rg.Update("b", g, "a")], {"a": x, "b": x})
+    >>> out["a"].sum().backward()
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _outside_trace(updates, streams, side, memory, arithmetic)
+    return _run(updates, streams, side, memory, arithmetic)
+
+
+def invert(
+    updates: Iterable[Update] | Program,
+    streams: Mapping[str, Any],
+    side: Mapping[str, Any] | None = None,
+    *,
+    memory: Any = "reverse",
+    arithmetic: str = "auto",
+) -> Streams:
+    """From the final streams back to the first: `run` on the reversed list with apply and undo exchanged.
+
+    It calls fn anew, so it returns the inputs where fn is a function of its arguments: not with active dropout.
+    """
+    program = updates if isinstance(updates, Program) else Program(updates)
+    return run(program.inverse(), streams, side, memory=memory, arithmetic=arithmetic)
+
+
+@torch._disable_dynamo(recursive=True)  # imports the compiler on the first call, so only a trace may call this
+def _outside_trace(*args: Any) -> Streams:
+    return _run(*args)
+
+
+def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arithmetic: str) -> Streams:
+    program = updates if isinstance(updates, Program) else Program(updates)
+    check_arithmetic(arithmetic)
+    side = dict(side or {})
+    program.check(streams, side)
+    stretches = policies.plan(memory, len(program.updates), streams)
+    state = {name: dense(value) if name in program.names else value for name, value in streams.items()}
+    if not torch.is_grad_enabled():
+        stretches = [("store", len(program.updates))]
+    elif _transformed():
+        if any(kind != "store" for kind, _ in stretches):
+            warnings.warn(
+                "saved-tensor hooks are not allowed under torch.func transforms and forward-mode AD: "
+                "this program runs as memory='store'",
+                stacklevel=3,
+            )
+        stretches = [("store", len(program.updates))]
+    start = 0
+    for kind, count in stretches:
+        _STRETCH[kind](program, range(start, start + count), state, side)
+        start += count
+    return state
+
+
+def _transformed() -> bool:
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+# -- the kinds of stretches --------------------------------------------------------------------------------------------
+
+
+def _store(program: Program, indices: range, state: Streams, side: Streams) -> None:
+    """Ordinary autograd."""
+    for index in indices:
+        update = program.updates[index]
+        target = state[update.target]
+        out = call(index, update, state, [state[name] for name in update.sources], side)
+        state[update.target] = update.rule.apply(target, fitting(index, update, target, out))
+
+
+def _reverse(program: Program, indices: range, state: Streams, side: Streams) -> None:
+    """Keep the final streams alone."""
+    with _all_or_nothing(side) as context:
+        runs: dict[str, Run] = {}
+        for index in indices:
+            name = program.components[index]
+            if name not in runs:
+                runs[name] = Run(context)
+            runs[name].forward(index, program.updates[index], state)
+        for made in runs.values():
+            made.keep_finals(state)
+
+
+def _checkpoint(program: Program, indices: range, state: Streams, side: Streams) -> None:
+    """Keep the sources of each update: a run of its own for each, and nothing to undo."""
+    with _all_or_nothing(side) as context:
+        for index in indices:
+            Run(context, keeps_sources=True).forward(index, program.updates[index], state)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(side: Streams) -> Iterator[Context]:
+    """If fn fails, the random generators and the buffers are as they were before the stretch."""
+    context = Context(side)
+    try:
+        yield context
+    except BaseException:
+        context.draws.put_back()
+        for sight in reversed(context.sights):
+            sight.put_back()
+        raise
+    finally:
+        context.forget()
+
+
+_STRETCH = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint}

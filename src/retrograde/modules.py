@@ -1,0 +1,220 @@
+"""Reversible and ReversibleSequence: thin modules over run and invert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .arithmetic import check_arithmetic
+from .engine import invert, run
+from .errors import ProgramError, known
+from .memory import check_memory
+from .streams import each, flatten, unflatten
+from .update import ALL, Program, Update
+from .wirings import pair
+
+
+class _Net(nn.Module):
+    """`memory` and `arithmetic` may be set at any time between forward passes; parameters do not depend on them."""
+
+    def __init__(self, memory: Any, arithmetic: str):
+        super().__init__()
+        self.memory, self.arithmetic = memory, arithmetic
+
+    @property
+    def memory(self) -> Any:
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: Any) -> None:
+        self._memory = check_memory(memory)
+
+    @property
+    def arithmetic(self) -> str:
+        return self._arithmetic
+
+    @arithmetic.setter
+    def arithmetic(self, arithmetic: str) -> None:
+        self._arithmetic = check_arithmetic(arithmetic)
+
+
+class Reversible(_Net):
+    """A list of updates as a module. Takes and returns a dict of streams; side inputs are keyword arguments.
+
+    Each distinct module among the functions is registered once, in `fns`. Parameters of other callables are the caller's to
+    register.
+
+    >>> import torch, retrograde as rg
+    >>> net = rg.Reversible(rg.wirings.leapfrog([torch.nn.Linear(4, 4) for _ in range(3)]))
+    >>> out = net({"a": torch.ones(2, 4), "b": torch.ones(2, 4)})
+    >>> first = net.inverse(out)
+    """
+
+    def __init__(self, updates: Iterable[Update], *, memory: Any = "reverse", arithmetic: str = "auto"):
+        super().__init__(memory, arithmetic)
+        self._program = Program(updates)
+        distinct = dict.fromkeys(u.fn for u in self._program.updates if isinstance(u.fn, nn.Module))
+        self.fns = nn.ModuleList(distinct)
+        position = {fn: i for i, fn in enumerate(distinct)}
+        self._fn_of = [position.get(u.fn) if isinstance(u.fn, nn.Module) else None for u in self._program.updates]
+
+    @property
+    def program(self) -> Program:
+        """The updates, with the modules that stand in `fns` now (they may have been exchanged)."""
+        fns, updates = list(self.fns), self._program.updates
+        if any(i is not None and fns[i] is not u.fn for i, u in zip(self._fn_of, updates, strict=True)):
+            self._program = Program(u if i is None else replace(u, fn=fns[i]) for i, u in zip(self._fn_of, updates, strict=True))
+        return self._program
+
+    def forward(self, streams: Mapping[str, Any], /, **side: Any) -> dict[str, Any]:
+        self.program.refuse_unused(side)
+        return run(self.program, streams, side, memory=self.memory, arithmetic=self.arithmetic)
+
+    def inverse(self, streams: Mapping[str, Any], /, **side: Any) -> dict[str, Any]:
+        """The streams that `forward` was given, from those that it returned."""
+        self.program.refuse_unused(side)
+        return invert(self.program, streams, side, memory=self.memory, arithmetic=self.arithmetic)
+
+    def extra_repr(self) -> str:
+        return f"{len(self._program.updates)} updates, memory={self.memory!r}, arithmetic={self.arithmetic!r}"
+
+
+class Block(nn.Module):
+    """The two functions of a block, under the names that the state dict shows."""
+
+    def __init__(self, f: Any, g: Any):
+        super().__init__()
+        self.f, self.g = f, g
+
+
+class ReversibleSequence(_Net):
+    """Pair blocks one after the other: x1 += f(x2), x2 += g(x1) for each (f, g) in `blocks`.
+
+    - `split`: how the input becomes x1 and x2, "copy" (both are the input) or "chunk" (its halves along `dim`).
+    - `merge`: how x1 and x2 become the output, "mean", "sum", "cat" (along `dim`), or None for the tuple of both.
+    - `route`: where side inputs go. `(to_f, to_g)` for all of them, or {name: one (to_f, to_g) per block}.
+
+    >>> import torch, retrograde as rg
+    >>> net = rg.ReversibleSequence([(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)])
+    >>> net(torch.ones(2, 8)).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[Any],
+        *,
+        split: str = "copy",
+        dim: int = -1,
+        merge: str | None = "mean",
+        route: Any = (True, False),
+        memory: Any = "reverse",
+        arithmetic: str = "auto",
+    ):
+        super().__init__(memory, arithmetic)
+        if split not in ("copy", "chunk"):
+            raise known("split", split, ("copy", "chunk"))
+        if merge not in ("mean", "sum", "cat", None):
+            raise known("merge", merge, ("mean", "sum", "cat", None))
+        self.split, self.dim, self.merge = split, dim, merge
+        self.blocks = nn.ModuleList(_block(i, block) for i, block in enumerate(blocks))
+        if not self.blocks:
+            raise ProgramError("no blocks: ReversibleSequence needs at least one (f, g)")
+        self.route = _checked_route(route, len(self.blocks))
+        self._made_of: Any = None
+
+    def _program_for(self, side: Mapping[str, Any]) -> Program:
+        """The updates for these side inputs; made anew when a function was exchanged or other names are given."""
+        if isinstance(self.route, Mapping):
+            unknown = side.keys() - self.route.keys()
+            if unknown:
+                routed = ", ".join(sorted(self.route)) or "none"
+                raise ProgramError(f"no fn takes the side input {', '.join(sorted(map(repr, unknown)))}; routed: {routed}")
+        elif side and not any(self.route):
+            raise ProgramError(f"no fn takes side inputs under route={self.route}, got {', '.join(sorted(side))}")
+        made_of = [*side, *(fn for block in self.blocks for fn in (block.f, block.g))]
+        if made_of != self._made_of:
+            self._made_of = made_of
+            self._program = Program(
+                update
+                for depth, block in enumerate(self.blocks)
+                for update in pair(block.f, block.g, takes=self._takes(depth, side))
+            )
+        return self._program
+
+    def _takes(self, depth: int, side: Mapping[str, Any]) -> list[Any]:
+        if isinstance(self.route, Mapping):
+            return [[name for name in side if self.route[name][depth][which]] for which in (0, 1)]
+        return [ALL if goes else () for goes in self.route]
+
+    def forward(self, x: Any, /, **side: Any) -> Any:
+        program = self._program_for(side)
+        x1, x2 = (x, x) if self.split == "copy" else self._halves(x)
+        out = run(program, {"x1": x1, "x2": x2}, side, memory=self.memory, arithmetic=self.arithmetic)
+        x1, x2 = out["x1"], out["x2"]
+        if self.merge is None:
+            return x1, x2
+        if self.merge == "cat":
+            return each(lambda a, b: torch.cat((a, b), self.dim), x1, x2)
+        total = each(Tensor.add, x1, x2)
+        return total if self.merge == "sum" else each(lambda t: t / 2, total)
+
+    def inverse(self, y: Any, /, **side: Any) -> Any:
+        """The input of `forward`, from its output."""
+        program = self._program_for(side)
+        if self.merge in ("mean", "sum"):
+            raise ProgramError(f"merge={self.merge!r} keeps one number of two, so it cannot be undone. Use merge='cat' or None")
+        y1, y2 = y if self.merge is None else self._halves(y)
+        first = invert(program, {"x1": y1, "x2": y2}, side, memory=self.memory, arithmetic=self.arithmetic)
+        if self.split == "copy":
+            return first["x1"]
+        return each(lambda a, b: torch.cat((a, b), self.dim), first["x1"], first["x2"])
+
+    def _halves(self, x: Any) -> tuple[Any, Any]:
+        flat, spec = flatten(x)
+        for t in flat:
+            if t.shape[self.dim] % 2:
+                raise ProgramError(
+                    f"the input has odd size {t.shape[self.dim]} along dim {self.dim} (shape {tuple(t.shape)}), so it "
+                    "has no two halves. Pad it, choose another dim, or use split='copy'"
+                )
+        halves = [t.chunk(2, self.dim) for t in flat]
+        return unflatten([a for a, _ in halves], spec), unflatten([b for _, b in halves], spec)
+
+    def extra_repr(self) -> str:
+        return (
+            f"split={self.split!r}, dim={self.dim}, merge={self.merge!r}, memory={self.memory!r}, arithmetic={self.arithmetic!r}"
+        )
+
+
+def _block(index: int, block: Any) -> nn.Module:
+    if isinstance(block, nn.Module) and not isinstance(block, (nn.ModuleList, nn.Sequential)):
+        if callable(getattr(block, "f", None)) and callable(getattr(block, "g", None)):
+            return block
+    elif isinstance(block, Iterable):
+        fns = list(block)
+        if len(fns) == 2 and all(map(callable, fns)):
+            return Block(*fns)
+    raise ProgramError(f"block {index} is not a pair of callables (f, g): {type(block).__name__} {block!r}")
+
+
+def _checked_route(route: Any, depth: int) -> Any:
+    if not isinstance(route, Mapping):
+        return _checked_pair(route, "route")
+    for name, pairs in route.items():
+        if not isinstance(pairs, (tuple, list)) or len(pairs) != depth:
+            got = len(pairs) if isinstance(pairs, (tuple, list)) else repr(pairs)
+            raise ProgramError(f"route[{name!r}] needs one (to_f, to_g) for each of {depth} blocks, got {got}")
+        for i, one in enumerate(pairs):
+            _checked_pair(one, f"route[{name!r}][{i}]")
+    return dict(route)
+
+
+def _checked_pair(one: Any, name: str) -> Any:
+    if not isinstance(one, (tuple, list)) or len(one) != 2 or not all(isinstance(goes, bool) for goes in one):
+        raise ProgramError(f"{name} must be a pair of bools (to_f, to_g), got {one!r}")
+    return tuple(one)

@@ -1,0 +1,211 @@
+"""Update, the one building block; rules, the ways to apply one; Program, a checked list of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import arithmetic
+from .errors import ProgramError, at
+from .streams import each, mismatch
+
+
+class Rule(ABC):
+    """How the output of fn changes the target. `undo(apply(target, out), out)` is `target`.
+
+    Both take the whole stream and the whole output of fn. Write them with differentiable operations. Set `saves = False` only
+    if `apply` keeps no tensor for backward, as addition does; what it keeps is then not recovered.
+    """
+
+    saves = True
+    symbol = "<-"
+
+    @abstractmethod
+    def apply(self, target: Any, out: Any) -> Any: ...
+
+    @abstractmethod
+    def undo(self, target: Any, out: Any) -> Any: ...
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        """Why `out` does not fit `target`, or None."""
+        return None
+
+
+class Add(Rule):
+    """`target += out`, leaf by leaf, dicts by key. The default."""
+
+    saves = False
+    symbol = "+="
+
+    def apply(self, target: Any, out: Any) -> Any:
+        return each(arithmetic.add, target, out)
+
+    def undo(self, target: Any, out: Any) -> Any:
+        return each(arithmetic.subtract, target, out)
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        return mismatch(target, out)
+
+
+class Affine(Rule):
+    """`target = target * exp(log_scale) + shift`, where fn returns the pair `(log_scale, shift)`."""
+
+    symbol = "*+="
+
+    def apply(self, target: Any, out: Any) -> Any:
+        return each(_scale_shift, target, *out)
+
+    def undo(self, target: Any, out: Any) -> Any:
+        return each(_unshift_unscale, target, *out)
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            return f"fn must return a pair (log_scale, shift) for the affine rule, it returned a {type(out).__name__}"
+        return mismatch(target, out[0]) or mismatch(target, out[1])
+
+
+def _scale_shift(t: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
+    return (t * log_scale.exp() + shift).to(t.dtype)
+
+
+def _unshift_unscale(t: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
+    return ((t - shift) * (-log_scale).exp()).to(t.dtype)
+
+
+class Inverted(Rule):
+    """Another rule with apply and undo exchanged."""
+
+    def __init__(self, rule: Rule):
+        self.rule, self.saves = rule, rule.saves
+        self.symbol = "-=" if rule.symbol == "+=" else f"undo {rule.symbol}"
+
+    def apply(self, target: Any, out: Any) -> Any:
+        return self.rule.undo(target, out)
+
+    def undo(self, target: Any, out: Any) -> Any:
+        return self.rule.apply(target, out)
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        return self.rule.mismatch(target, out)
+
+
+class _All:
+    def __repr__(self) -> str:
+        return "rg.ALL"
+
+    def __reduce__(self) -> str:
+        return "ALL"  # stays the one object through copies and pickles
+
+
+ALL = _All()
+"""`takes=rg.ALL`: fn gets every side input."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Update:
+    """`target += fn(*sources, **side_inputs)`; the target is not a source.
+
+    `takes` says which side inputs fn gets: names, or {fn's keyword: name of the side input}, or `rg.ALL`.
+    `rule` says how the output of fn is applied, `Add()` by default.
+
+    >>> import torch, retrograde as rg
+    >>> rg.Update("a", torch.nn.Tanh(), "b")
+    a += Tanh(b)
+    """
+
+    target: str
+    fn: Callable[..., Any]
+    sources: tuple[str, ...]
+    takes: Any = ()
+    rule: Rule = field(default_factory=Add)
+
+    def __post_init__(self) -> None:
+        sources = (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
+        object.__setattr__(self, "sources", sources)
+        if not callable(self.fn):
+            raise ProgramError(f"{self}: fn is a {type(self.fn).__name__}, not callable")
+        if not sources:
+            raise ProgramError(f"{self}: no sources. Name the streams that fn reads")
+        if self.target in sources:
+            raise ProgramError(
+                f"{self}: the target {self.target!r} is among the sources, so the update cannot be undone. "
+                "Read another stream, or split this one in two"
+            )
+        takes = self.takes
+        if takes is not ALL:
+            names = (takes,) if isinstance(takes, str) else takes
+            takes = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+        object.__setattr__(self, "takes", takes)
+
+    def __repr__(self) -> str:
+        if isinstance(self.fn, nn.Module):
+            name = type(self.fn).__name__
+        else:
+            name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        return f"{self.target} {self.rule.symbol} {name}({', '.join(self.sources)})"
+
+    def side_inputs(self, side: Mapping[str, Any]) -> Mapping[str, Any]:
+        """fn's keyword arguments."""
+        return side if self.takes is ALL else {keyword: side[name] for keyword, name in self.takes.items()}
+
+    def inverse(self) -> Update:
+        rule = self.rule.rule if isinstance(self.rule, Inverted) else Inverted(self.rule)
+        return replace(self, rule=rule)
+
+
+class Program:
+    """A list of updates, checked once: what `run` makes of a plain list, and what modules keep."""
+
+    def __init__(self, updates: Iterable[Update]):
+        self.updates = tuple(updates)
+        for index, update in enumerate(self.updates):
+            if not isinstance(update, Update):
+                raise ProgramError(f"update {index} is a {type(update).__name__}, not an rg.Update: {update!r}")
+        if not self.updates:
+            raise ProgramError("no updates: a reversible program needs at least one")
+        self.names = {name for update in self.updates for name in (update.target, *update.sources)}
+        self.taken = {name for update in self.updates if update.takes is not ALL for name in update.takes.values()}
+        self.takes_all = any(update.takes is ALL for update in self.updates)
+        self.components = self._components()
+
+    def _components(self) -> list[str]:
+        """For each update a name that it shares with just those updates whose streams are connected with its own."""
+        parent = {name: name for name in self.names}
+
+        def root(name: str) -> str:
+            while parent[name] != name:
+                name = parent[name]
+            return name
+
+        for update in self.updates:
+            for source in update.sources:
+                parent[root(source)] = root(update.target)
+        return [root(update.target) for update in self.updates]
+
+    def check(self, streams: Mapping[str, Any], side: Mapping[str, Any]) -> None:
+        if not self.names <= streams.keys():
+            for index, update in enumerate(self.updates):
+                for name in (update.target, *update.sources):
+                    if name not in streams:
+                        way_out = f"Streams given: {', '.join(streams) or 'none'}"
+                        raise ProgramError(at(index, update, f"unknown stream {name!r}", way_out))
+        if not self.taken <= side.keys():
+            for index, update in enumerate(self.updates):
+                for name in () if update.takes is ALL else update.takes.values():
+                    if name not in side:
+                        way_out = f"Pass it (None is allowed). Side inputs given: {', '.join(side) or 'none'}"
+                        raise ProgramError(at(index, update, f"unknown side input {name!r}", way_out))
+
+    def refuse_unused(self, side: Mapping[str, Any]) -> None:
+        """A side input that no fn takes is most likely a typing error."""
+        unused = () if self.takes_all else side.keys() - self.taken
+        if unused:
+            taken = ", ".join(sorted(self.taken)) or "none"
+            raise ProgramError(f"no update takes the side input {', '.join(sorted(map(repr, unused)))}; taken: {taken}")
+
+    def inverse(self) -> Program:
+        return Program(update.inverse() for update in reversed(self.updates))

@@ -1,0 +1,102 @@
+"""Wirings: functions that return the updates of one block, or of a whole net, as a list.
+
+A net is a sum of such lists:
+
+>>> import torch, retrograde as rg
+>>> layers = [(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]
+>>> [update for f, g in layers for update in rg.wirings.pair(f, g)]
+[x1 += Linear(x2), x2 += Tanh(x1), x1 += Linear(x2), x2 += Tanh(x1)]
+
+`streams` renames the streams, `takes` says for each function which side inputs it gets (see `rg.Update`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .errors import ProgramError
+from .streams import each
+from .update import Update
+
+Fn = Callable[..., Any]
+
+
+def pair(f: Fn, g: Fn, *, streams: Sequence[str] = ("x1", "x2"), takes: Sequence[Any] = ((), ())) -> list[Update]:
+    """x1 += f(x2); x2 += g(x1). RevNet, Reformer."""
+    x1, x2 = _exactly(2, "streams", streams)
+    to_f, to_g = _exactly(2, "takes", takes)
+    return [Update(x1, f, x2, to_f), Update(x2, g, x1, to_g)]
+
+
+def dual(
+    f: Fn,
+    g: Fn,
+    j: Fn,
+    k: Fn,
+    *,
+    streams: Sequence[str] = ("x1", "x2", "m1", "m2"),
+    takes: Sequence[Any] = ((), (), (), ()),
+) -> list[Update]:
+    """Two pairs side by side: x1 += f(x2); x2 += g(x1); m1 += j(m2); m2 += k(m1)."""
+    x1, x2, m1, m2 = _exactly(4, "streams", streams)
+    to_f, to_g, to_j, to_k = _exactly(4, "takes", takes)
+    return pair(f, g, streams=(x1, x2), takes=(to_f, to_g)) + pair(j, k, streams=(m1, m2), takes=(to_j, to_k))
+
+
+def cross(
+    f: Fn,
+    g: Fn,
+    j: Fn,
+    k: Fn,
+    *,
+    streams: Sequence[str] = ("x1", "x2", "m1", "m2"),
+    takes: Sequence[Any] = ((), (), (), ()),
+) -> list[Update]:
+    """Two pairs that look at each other: x1 += f(x2, m2); x2 += k(x1); m1 += j(m2, x2); m2 += g(m1)."""
+    x1, x2, m1, m2 = _exactly(4, "streams", streams)
+    to_f, to_g, to_j, to_k = _exactly(4, "takes", takes)
+    return [
+        Update(x1, f, (x2, m2), to_f),
+        Update(x2, k, x1, to_k),
+        Update(m1, j, (m2, x2), to_j),
+        Update(m2, g, m1, to_g),
+    ]
+
+
+def leapfrog(fns: Sequence[Fn], *, streams: Sequence[str] = ("a", "b"), takes: Any = ()) -> list[Update]:
+    """From a flat list of functions: a += f0(b); b += f1(a); a += f2(b); … All get the same side inputs."""
+    a, b = _exactly(2, "streams", streams)
+    return [Update(b if i % 2 else a, fn, a if i % 2 else b, takes) for i, fn in enumerate(fns)]
+
+
+def groups(fns: Sequence[Fn], *, streams: Sequence[str] | None = None, takes: Any = ()) -> list[Update]:
+    """One function per stream, as in RevGNN: s0 += f0(s1 + s2 + …); s1 += f1(s0); s2 += f2(s1); …"""
+    names = [f"s{i}" for i in range(len(fns))] if streams is None else _exactly(len(fns), "streams", streams)
+    if len(names) < 2:
+        raise ProgramError(f"groups needs at least two functions, it got {len(names)}")
+    first, *others = names
+    chain = zip(others, fns[1:], names, strict=False)
+    return [Update(first, OfSum(fns[0]), others, takes), *(Update(name, fn, before, takes) for name, fn, before in chain)]
+
+
+class OfSum(nn.Module):
+    """fn of the sum of its inputs."""
+
+    def __init__(self, fn: Fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, first: Any, *others: Any, **side: Any) -> Any:
+        total = first
+        for other in others:
+            total = each(Tensor.add, total, other)
+        return self.fn(total, **side)
+
+
+def _exactly(count: int, what: str, given: Sequence[Any]) -> Sequence[Any]:
+    if isinstance(given, str) or len(given) != count:
+        raise ProgramError(f"{what} must be {count} items, one for each, got {given!r}")
+    return given
