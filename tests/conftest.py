@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits for the first
+
 
 @pytest.fixture(autouse=True)
 def _seeded():

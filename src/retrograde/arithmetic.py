@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .errors import known
+from .errors import unknown
 
 NAMES = ("auto", "float")
 
 
 def check_arithmetic(name: str) -> str:
     if name not in NAMES:
-        raise known("arithmetic", name, NAMES)
+        raise unknown("arithmetic", name, NAMES)
     return name
 
 

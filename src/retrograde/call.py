@@ -26,11 +26,11 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
     try:
         out = update.fn(*sources, **kwargs)
     except Exception as error:
-        error.add_note(f"raised by fn in update {index}: {update}")
+        error.add_note(f"raised by fn in {errors.at(index, update)}")
         raise
     for t, version in zip(watched, versions, strict=True):
         if version_of(t) != version:
-            raise errors.edited_by_fn(index, update, _name_of(t, update, state, kwargs))
+            raise errors.edited_by_fn(errors.at(index, update), _name_of(t, update, state, kwargs))
     if observer is not None:
         observer(index, update, sources, out)
     return out
@@ -41,8 +41,8 @@ def version_of(t: Tensor) -> int:
 
 
 def _name_of(t: Tensor, update: Update, state: Streams, kwargs: Mapping[str, Any]) -> str:
-    for name, value in state.items():
-        if any(t is leaf for leaf in tensors(value)):
+    for name in (*update.sources, *state):
+        if any(t is leaf for leaf in tensors(state[name])):
             return f"its source {name!r}" if name in update.sources else f"the stream {name!r}"
     return next(f"the side input {name!r}" for name, value in kwargs.items() if any(t is leaf for leaf in tensors(value)))
 
@@ -51,5 +51,5 @@ def fitting(index: int, update: Update, target: Any, out: Any) -> Any:
     """fn's output, if its rule can apply it to the target."""
     why = update.rule.mismatch(target, out)
     if why:
-        raise errors.ProgramError(errors.at(index, update, why, "Let fn return what the rule can apply to the target"))
+        raise errors.ProgramError(f"{why}. Let fn return what the rule can apply to the target", errors.at(index, update))
     return out

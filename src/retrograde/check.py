@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from . import call as calls
-from .errors import ProgramError, RetrogradeError
+from .errors import ProgramError, RetrogradeError, at
 from .modules import Reversible, ReversibleSequence
-from .replay import Draws, copy_of, generators, modules_of, replaying
+from .replay import Draws, Held, generators, replaying
 from .streams import tensors
 from .update import Update
 
@@ -62,7 +62,7 @@ def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
         with log.watching():
             mine = _gradients(net, inputs, side)
     except RetrogradeError as error:
-        return Report(ok=False, first=log.last, cause=str(error))
+        return Report(ok=False, first=error.where, cause=str(error))
     try:
         for program in programs:
             program.memory = "store"
@@ -70,7 +70,8 @@ def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
     finally:
         for program, policy in zip(programs, policies, strict=True):
             program.memory = policy
-    errors = {name: _relative(mine[name], true[name]) for name in true}
+    total = sum(float(g.double().square().sum()) for g in true.values()) ** 0.5
+    errors = {name: _relative(mine[name], true[name], total * _noise(true[name])) for name in true}
     bad = [name for name in true if not errors[name] <= _tolerance(true[name])]
     if not bad:
         return Report(ok=True, errors=errors)
@@ -85,7 +86,6 @@ class _Log:
         self.calls: dict[Any, list[tuple[list[Tensor], list[Tensor]]]] = {}
         self.names: dict[Any, tuple[str, Update]] = {}
         self.parting: tuple[str, str] | None = None
-        self.last: str | None = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -96,8 +96,8 @@ class _Log:
             calls.observer = None
 
     def __call__(self, index: int, update: Update, sources: list[Any], out: Any) -> None:
-        key, self.last = (index, id(update)), f"update {index}: {update}"
-        self.names[key] = (self.last, update)
+        key, name = (index, id(update)), at(index, update)
+        self.names[key] = (name, update)
         seen = [t.detach().clone() for t in tensors(sources)]
         gave = [t.detach().clone() for t in tensors(out)]
         if not replaying():
@@ -108,17 +108,17 @@ class _Log:
             apart_out = max(map(_relative, gave, then_gave), default=0.0)
             if apart > _tolerance(*seen):
                 cause = f"its sources were recovered with a relative error of {apart:.1e} (drift, or an update above it)"
-                self.parting = (self.last, cause)
+                self.parting = (name, cause)
             elif apart_out > 10 * _tolerance(*gave):
                 cause = (
                     f"fn returned something else in its second run, relative difference {apart_out:.1e}: it is random or stateful"
                 )
-                self.parting = (self.last, cause)
+                self.parting = (name, cause)
 
     def of_parameter(self, net: nn.Module, bad: list[str]) -> tuple[str | None, str]:
         parameters = dict(net.named_parameters())
         for name, update in reversed(self.names.values()):
-            owned = {id(p) for m in modules_of(update.fn) for p in m._parameters.values()}
+            owned = {id(p) for m in Held(update.fn).modules for p in m._parameters.values()}
             for key in bad:
                 if id(parameters.get(key)) in owned:
                     return name, f"the gradient of its parameter {key} differs"
@@ -129,8 +129,8 @@ def _gradients(net: nn.Module, inputs: Any, side: dict[str, Any]) -> dict[str, T
     """All gradients of net under fixed random cotangents, by name; everything is put back."""
     flat, spec = tree_flatten((inputs, side))
     flat = [t.detach().clone().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t for t in flat]
-    draws = Draws(generators(flat))
-    before = [(buffer, copy_of(buffer)) for buffer in net.buffers()]
+    draws = Draws(generators(flat) + Held(net).generators)
+    before = [(m._buffers, name, b, b.detach().clone()) for m in net.modules() for name, b in m._buffers.items() if b is not None]
     wanted = {name: p for name, p in net.named_parameters() if p.requires_grad}
     wanted |= {f"input {i}": t for i, t in enumerate(flat) if isinstance(t, Tensor) and t.requires_grad}
     try:
@@ -143,16 +143,22 @@ def _gradients(net: nn.Module, inputs: Any, side: dict[str, Any]) -> dict[str, T
     finally:
         draws.put_back()
         with torch.no_grad():
-            for buffer, copy in before:
-                buffer.copy_(copy)
+            for slots, name, buffer, copy in before:
+                slots[name] = buffer.copy_(copy)
     return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(wanted.items(), found, strict=True)}
 
 
-def _relative(a: Tensor, b: Tensor) -> float:
+def _relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
+    """The error of `a` against the size of `b`, or against `least` where that is more."""
     a, b = a.double(), b.double()
-    scale = float(b.norm())
+    scale = max(float(b.norm()), least)
     apart = float((a - b).norm())
     return apart / scale if scale else apart
+
+
+def _noise(t: Tensor) -> float:
+    """Gradients this much smaller than all of them together are rounding errors, like that of a bias before a BatchNorm."""
+    return 10 * torch.finfo(t.dtype).eps / _tolerance(t)
 
 
 def _tolerance(*given: Tensor) -> float:

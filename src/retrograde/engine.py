@@ -13,7 +13,7 @@ from . import memory as policies
 from .arithmetic import check_arithmetic
 from .call import Streams, call, fitting
 from .recover import Context, Run
-from .streams import dense
+from .streams import dense, each
 from .update import Program, Update
 
 
@@ -82,6 +82,9 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
     for kind, count in stretches:
         _STRETCH[kind](program, range(start, start + count), state, side)
         start += count
+    if stretches[-1][0] != "reverse":  # what the caller gets is no source of the last updates, under any policy
+        for name in {update.target for update in program.updates}:
+            state[name] = each(lambda t: t.view_as(t) if t.requires_grad else t, state[name])
     return state
 
 

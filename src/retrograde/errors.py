@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class RetrogradeError(Exception):
-    """Base of all errors that this library raises on purpose."""
+    """Base of all errors that this library raises on purpose. `where` names the update, if it is about one."""
+
+    def __init__(self, message: str, where: str | None = None):
+        super().__init__(f"{where}: {message}" if where else message)
+        self.where = where
 
 
 class ProgramError(RetrogradeError, ValueError):
@@ -15,41 +22,31 @@ class ReplayError(RetrogradeError, RuntimeError):
     """Backward cannot repeat the forward pass, so its gradients would be wrong."""
 
 
-def at(index: int, update: object, cause: str, way_out: str) -> str:
-    """The one form of a message about an update: "update 7: x1 += f(x2): cause. Way out."."""
-    return f"update {index}: {update}: {cause}. {way_out}"
+def at(index: int, update: object) -> str:
+    return f"update {index}: {update}"
 
 
-def known(what: str, got: object, names: object) -> ProgramError:
-    """An unknown name, with the ones that exist."""
-    return ProgramError(f"unknown {what} {got!r}; known: {', '.join(map(str, names))}")  # type: ignore[call-overload]
+def unknown(what: str, got: object, known: Iterable[object]) -> ProgramError:
+    return ProgramError(f"unknown {what} {got!r}; known: {', '.join(map(str, known))}")
 
 
-def edited_by_fn(index: int, update: object, what: str) -> ProgramError:
-    return ProgramError(
-        at(index, update, f"fn edited {what} in place", "Let fn work on a copy (`x = x.clone()`, or `x + 1` for `x += 1`)")
+def edited_by_fn(where: str, what: str) -> ProgramError:
+    return ProgramError(f"fn edited {what} in place. Let fn work on a copy (`x = x.clone()`, or `x + 1` for `x += 1`)", where)
+
+
+def changed_since(where: str, what: str) -> ReplayError:
+    return ReplayError(
+        f"{what} was changed between the forward pass and backward, so fn cannot be run again as it was. "
+        "Call backward first, or change a copy",
+        where,
     )
 
 
-def edited_since(index: int, update: object, what: str) -> ReplayError:
+def edited_inside(where: str, shape: Any) -> ReplayError:
     return ReplayError(
-        at(
-            index,
-            update,
-            f"{what} was changed in place between the forward pass and backward, so fn cannot be run again as it was",
-            "Call backward first, or change a copy",
-        )
-    )
-
-
-def edited_inside(index: int, update: object, shape: object) -> ReplayError:
-    return ReplayError(
-        at(
-            index,
-            update,
-            f"fn changed in place a tensor of shape {tuple(shape)} that its own gradient needs",  # type: ignore[arg-type]
-            "Use the out-of-place form of that operation; ordinary autograd refuses it as well",
-        )
+        f"fn changed in place a tensor of shape {tuple(shape)} that its own gradient needs. "
+        "Use the out-of-place form of that operation; ordinary autograd refuses it as well",
+        where,
     )
 
 
@@ -60,13 +57,17 @@ def edited_output(what: str) -> ReplayError:
     )
 
 
-def other_path(index: int, update: object, difference: str) -> ReplayError:
+def freed() -> ReplayError:
     return ReplayError(
-        at(
-            index,
-            update,
-            f"fn did not do in backward what it did in the forward pass: {difference}",
-            "Usual causes: random numbers from outside torch's generators, a cache or a counter inside fn, a flag that "
-            "was changed. Make fn depend on its inputs alone (rg.replaying() tells it when it is run again), or use memory='store'",
-        )
+        "the activations of this program are gone: its graph has been through a backward pass, or all of its outputs were "
+        "deleted. Use retain_graph=True in the first backward, and keep the outputs until the last"
+    )
+
+
+def other_path(where: str, difference: str) -> ReplayError:
+    return ReplayError(
+        f"fn did not do in backward what it did in the forward pass: {difference}. Usual causes: random numbers from outside "
+        "torch's generators, a cache or a counter inside fn, a flag that was changed. Make fn depend on its inputs alone "
+        "(rg.replaying() tells it when it is run again), or use memory='store'",
+        where,
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import known
+from .errors import unknown
 
 KINDS = ("store", "checkpoint", "reverse")
 
 
 def check_memory(memory: Any) -> Any:
     if memory not in KINDS:
-        raise known("memory policy", memory, KINDS)
+        raise unknown("memory policy", memory, KINDS)
     return memory
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .arithmetic import check_arithmetic
 from .engine import invert, run
-from .errors import ProgramError, known
+from .errors import ProgramError, unknown
 from .memory import check_memory
 from .streams import each, flatten, unflatten
 from .update import ALL, Program, Update
@@ -117,26 +117,35 @@ class ReversibleSequence(_Net):
     ):
         super().__init__(memory, arithmetic)
         if split not in ("copy", "chunk"):
-            raise known("split", split, ("copy", "chunk"))
+            raise unknown("split", split, ("copy", "chunk"))
         if merge not in ("mean", "sum", "cat", None):
-            raise known("merge", merge, ("mean", "sum", "cat", None))
+            raise unknown("merge", merge, ("mean", "sum", "cat", None))
         self.split, self.dim, self.merge = split, dim, merge
         self.blocks = nn.ModuleList(_block(i, block) for i, block in enumerate(blocks))
         if not self.blocks:
             raise ProgramError("no blocks: ReversibleSequence needs at least one (f, g)")
-        self.route = _checked_route(route, len(self.blocks))
+        self.route = route
         self._made_of: Any = None
+
+    @property
+    def route(self) -> Any:
+        return self._route
+
+    @route.setter
+    def route(self, route: Any) -> None:
+        self._route = _checked_route(route, len(self.blocks))
 
     def _program_for(self, side: Mapping[str, Any]) -> Program:
         """The updates for these side inputs; made anew when a function was exchanged or other names are given."""
         if isinstance(self.route, Mapping):
-            unknown = side.keys() - self.route.keys()
-            if unknown:
-                routed = ", ".join(sorted(self.route)) or "none"
-                raise ProgramError(f"no fn takes the side input {', '.join(sorted(map(repr, unknown)))}; routed: {routed}")
+            routed = {name for name, pairs in self.route.items() if any(map(any, pairs))}
+            stray = side.keys() - routed
+            if stray:
+                names = ", ".join(sorted(map(repr, stray)))
+                raise ProgramError(f"no fn takes the side input {names}; routed: {', '.join(sorted(routed)) or 'none'}")
         elif side and not any(self.route):
             raise ProgramError(f"no fn takes side inputs under route={self.route}, got {', '.join(sorted(side))}")
-        made_of = [*side, *(fn for block in self.blocks for fn in (block.f, block.g))]
+        made_of = [self.route, *side, *(fn for block in self.blocks for fn in (block.f, block.g))]
         if made_of != self._made_of:
             self._made_of = made_of
             self._program = Program(

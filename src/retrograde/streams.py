@@ -34,26 +34,26 @@ def each(op: Callable[..., Tensor], value: Any, *others: Any) -> Any:
     return tree_unflatten([op(*group) for group in zip(flat, *map(spec.flatten_up_to, others), strict=True)], spec)
 
 
-def mismatch(value: Any, other: Any, dtypes: bool = True) -> str | None:
+def mismatch(value: Any, other: Any) -> str | None:
     """Why `other` cannot be combined with the stream `value` leaf by leaf, or None."""
     if isinstance(value, Tensor):
-        return _leaf_mismatch(value, other, dtypes)
+        return _leaf_mismatch(value, other)
     flat, spec = tree_flatten(value)
     try:
         partners = spec.flatten_up_to(other)
     except (ValueError, TypeError, AttributeError) as error:
         return f"fn returned another tree than the stream's ({error})"
-    return next((why for a, b in zip(flat, partners, strict=True) if (why := _leaf_mismatch(a, b, dtypes))), None)
+    return next((why for a, b in zip(flat, partners, strict=True) if (why := _leaf_mismatch(a, b))), None)
 
 
-def _leaf_mismatch(a: Tensor, b: Any, dtypes: bool) -> str | None:
+def _leaf_mismatch(a: Tensor, b: Any) -> str | None:
     if not isinstance(b, Tensor):
         return f"fn returned {_kind(b)} where the stream has a tensor of shape {tuple(a.shape)}"
     if a.shape != b.shape:
         return f"fn returned shape {tuple(b.shape)}, the stream has {tuple(a.shape)} (nothing is broadcast)"
     if a.device != b.device:
         return f"fn returned a tensor on {b.device}, the stream is on {a.device}"
-    if dtypes and a.dtype != b.dtype and not torch.can_cast(b.dtype, a.dtype):
+    if a.dtype != b.dtype and (b.dtype == torch.bool or not torch.can_cast(b.dtype, a.dtype)):
         return f"fn returned {b.dtype}, which cannot be added to a stream of {a.dtype}"
     return None
 
@@ -81,4 +81,4 @@ def with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def detached(value: Any) -> Any:
-    return each(Tensor.detach, value)
+    return each(lambda t: t.detach() if isinstance(t, Tensor) else t, value)

@@ -142,10 +142,9 @@ class Update:
         object.__setattr__(self, "takes", takes)
 
     def __repr__(self) -> str:
-        if isinstance(self.fn, nn.Module):
-            name = type(self.fn).__name__
-        else:
-            name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        name = type(self.fn).__name__
+        if not isinstance(self.fn, nn.Module):
+            name = getattr(self.fn, "__name__", name)
         return f"{self.target} {self.rule.symbol} {name}({', '.join(self.sources)})"
 
     def side_inputs(self, side: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -181,8 +180,9 @@ class Program:
                 name = parent[name]
             return name
 
+        changing = {update.target for update in self.updates}  # a stream that never changes connects nothing
         for update in self.updates:
-            for source in update.sources:
+            for source in changing.intersection(update.sources):
                 parent[root(source)] = root(update.target)
         return [root(update.target) for update in self.updates]
 
@@ -192,13 +192,13 @@ class Program:
                 for name in (update.target, *update.sources):
                     if name not in streams:
                         way_out = f"Streams given: {', '.join(streams) or 'none'}"
-                        raise ProgramError(at(index, update, f"unknown stream {name!r}", way_out))
+                        raise ProgramError(f"unknown stream {name!r}. {way_out}", at(index, update))
         if not self.taken <= side.keys():
             for index, update in enumerate(self.updates):
                 for name in () if update.takes is ALL else update.takes.values():
                     if name not in side:
                         way_out = f"Pass it (None is allowed). Side inputs given: {', '.join(side) or 'none'}"
-                        raise ProgramError(at(index, update, f"unknown side input {name!r}", way_out))
+                        raise ProgramError(f"unknown side input {name!r}. {way_out}", at(index, update))
 
     def refuse_unused(self, side: Mapping[str, Any]) -> None:
         """A side input that no fn takes is most likely a typing error."""
