@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -260,6 +261,30 @@ def test_shared_batch_norm(memory):
     assert {int(t) for t in counts(state).values()} == {12}
 
 
+class Unregistered(nn.Module):
+    """A branch that keeps its norm out of its own state, in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.fn, self.hidden = mlp(), (nn.BatchNorm1d(WIDTH).double(),)
+
+    def forward(self, x):
+        return self.fn(self.hidden[0](x)) / (1 + self.hidden[0].running_var)
+
+
+@pytest.mark.parametrize("memory", POLICIES)
+def test_unregistered_modules(memory):
+    """Modules in a tuple are no children; their statistics move once all the same."""
+    net, batches = sequence(Unregistered), [draw(), draw()]
+    results = []
+    for how in (memory, "store", "hand"):
+        one = as_(how, net)
+        hidden = [fn.hidden[0] for block in one.blocks for fn in (block.f, block.g)]
+        results.append(train(one, batches, 2)[0] + [t for norm in hidden for t in (norm.running_mean, norm.running_var)])
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+
+
 @pytest.mark.parametrize("memory", POLICIES)
 def test_evaluation(memory):
     """Eval mode: the gradients of the running statistics' normalisation, and nothing moves."""
@@ -320,6 +345,34 @@ def test_moving_parameters(memory, op):
     with pytest.raises(rg.ReplayError, match=r"update 3: x2 \+= Weights\(x1\): .*'weight'"):
         loss.backward()
     assert all(torch.equal(t, before[k]) for k, t in net.state_dict().items())
+
+
+@pytest.mark.parametrize("memory", POLICIES)
+def test_backwards_in_threads(memory):
+    """Backwards of several graphs of one net at the same time: second runs do not meet in its buffers or the generator."""
+    net = sequence(lambda: nn.Sequential(nn.BatchNorm1d(WIDTH).double(), mlp(dropout=0.3)))
+    xs = [draw() for _ in range(3)]
+    results, errors = [], []
+
+    def repeat(loss, x, found):
+        try:
+            found += [g for _ in range(8) for g in torch.autograd.grad(loss, x, retain_graph=True)]
+        except rg.RetrogradeError as error:
+            errors.append(error)
+
+    for how in (memory, "store"):
+        one = as_(how, net)
+        torch.manual_seed(0)
+        found = [[] for _ in xs]
+        jobs = [(loss_of(one(x)), x, grads) for x, grads in zip(xs, found, strict=True)]
+        threads = [threading.Thread(target=repeat, args=job) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        results.append([t for grads in found for t in grads] + tensors(one.state_dict()))
+    assert errors == []
+    assert_same(*results)
 
 
 # -- called in other ways ----------------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ from . import errors
 from .streams import tensors
 from .update import Update
 
-Streams = dict[str, Any]
-
-Streams = dict[str, Any]
+Streams: TypeAlias = dict[str, Any]
 
 observer: Callable[..., None] | None = None  # rg.check looks over the engine's shoulder through this
 
@@ -27,6 +25,8 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
         out = update.fn(*sources, **kwargs)
     except Exception as error:
         error.add_note(f"raised by fn in {errors.at(index, update)}")
+        if "saved tensor hooks" in str(error):
+            error.add_note("torch.func transforms inside fn need memory='store', or torch.autograd.grad in their place")
         raise
     for t, version in zip(watched, versions, strict=True):
         if version_of(t) != version:

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from . import call as calls
 from .errors import ProgramError, RetrogradeError, at
+from .held import Held
 from .modules import Reversible, ReversibleSequence
-from .replay import Draws, Held, generators, replaying
+from .replay import Draws, generators, replaying
 from .streams import tensors
 from .update import Update
 

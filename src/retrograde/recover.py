@@ -17,11 +17,9 @@ The mechanism. Autograd's graph stays in place; only what it keeps is changed.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -32,9 +30,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from . import errors
 from .call import Streams, call, fitting, version_of
-from .replay import Draws, Modes, Sight, generators, second_run
+from .held import Held
+from .replay import Draws, generators, modes, modes_again, second_run, untransformed
+from .sight import Sight
 from .streams import detached, flatten, tensors, unflatten, with_strides
 from .update import Update
+from .walks import Walk, enrol, retire
 
 
 class Context:
@@ -42,10 +43,12 @@ class Context:
 
     def __init__(self, side: Streams):
         flat, self.side_spec = tree_flatten(side)
-        self.side, self.tensors = side, [t for t in flat if isinstance(t, Tensor)]
+        # inference tensors cannot be saved by autograd, and cannot change either
+        kept = [isinstance(t, Tensor) and not t.is_inference() for t in flat]
+        self.side, self.tensors = side, [t for t, is_kept in zip(flat, kept, strict=True) if is_kept]
         self.grads = [t.requires_grad for t in self.tensors]
-        self.others = [_HOLE if isinstance(t, Tensor) else t for t in flat]
-        self.modes = Modes()
+        self.others = [_HOLE if is_kept else t for t, is_kept in zip(flat, kept, strict=True)]
+        self.modes = modes()
         self.draws = Draws(generators(flat))
         self.sights: list[Sight] = []
         self.known: dict[Any, Any] = {}  # each (shape, dtype, device) once
@@ -61,6 +64,7 @@ class Context:
 
 
 _HOLE = object()
+_LOCK = threading.RLock()  # one second run at a time: random states and the slots of modules belong to the whole process
 
 
 class Record:
@@ -82,17 +86,22 @@ class Record:
     values: list[Tensor] | None  # of an update that is stored: the saved tensors themselves …
     before: Any  # … and the target before it
 
+    def sources_again(self, state: Streams) -> list[Any]:
+        """The recovered sources in the layout and with the flags that fn saw."""
+        sources, i = [], 0
+        for name in self.update.sources:
+            flat, spec = flatten(state[name])
+            again = []
+            for t in flat:
+                t = with_strides(t, self.strides[i])
+                again.append(t.detach().requires_grad_() if self.grads[i] else t)
+                i += 1
+            sources.append(unflatten(again, spec))
+        return sources
 
-class Walk:
-    """Where one backward pass stands in a run: `state` is the one after the first `at` updates."""
-
-    __slots__ = ("__weakref__", "asked", "at", "filled", "finished", "side", "state")
-
-    def __init__(self, state: Streams, side: Streams, at: int):
-        self.state, self.side, self.at = state, side, at
-        self.finished = False  # the lowest update that saved anything has been asked for
-        self.asked = 0  # when an update was last asked for
-        self.filled: tuple[int, list[Tensor | None]] = (-1, [])  # an update, and the tensors that it saved
+    def target_again(self, target: Any) -> Any:
+        flat, spec = flatten(target)
+        return unflatten([t.detach().requires_grad_(grad) for t, grad in zip(flat, self.target_grads, strict=True)], spec)
 
 
 class Vault(torch.autograd.Function):
@@ -141,7 +150,6 @@ class Run:
         self.walks: dict[int, Walk] = {}
         self.lowest = 0
         self.scattered = False  # over several devices, where the order of backward is not promised
-        self.lock = threading.RLock()
 
     # forward
 
@@ -151,7 +159,9 @@ class Run:
         sources = [state[name] for name in update.sources]
         record = Record()
         record.index, record.update = index, update
-        record.sight = Sight(update.fn, context.draws)
+        held = Held(update.fn)
+        context.draws.follow(held.generators)
+        record.sight = Sight(held)
         context.sights.append(record.sight)
         flat = [t for value in sources for t in tensors(value)]
         record.grads = [t.requires_grad for t in flat]
@@ -196,7 +206,8 @@ class Run:
             self.watched += [(f"the stream {name!r}", weakref.ref(t), version_of(t)) for t in flat]
             kept += flat
         for name, value in self.context.side.items():
-            self.watched += [(f"the side input {name!r}", weakref.ref(t), version_of(t)) for t in tensors(value)]
+            own = [t for t in tensors(value) if not t.is_inference()]
+            self.watched += [(f"the side input {name!r}", weakref.ref(t), t._version) for t in own]
         kept += self.context.tensors
         vault = Vault.apply(torch.empty(0, requires_grad=True), kept)
         self.vault = weakref.ref(vault)
@@ -233,7 +244,7 @@ class Run:
         task = torch._C._current_graph_task_id()
         if task >= 0:
             self.walks[task] = walk
-            _enrol(walk)
+            enrol(walk)
             self.scattered = len({t.device for value in state.values() for t in tensors(value)}) > 1
             if self.scattered or torch.is_grad_enabled():  # create_graph: later tasks may come without a Keep node
                 count = sum(number for _, number, _ in self.layout)
@@ -260,7 +271,7 @@ class Run:
             if record.values is not None:
                 return record.values[j]
             values = None  # what is left of the update above can go
-            with self.lock:
+            with _LOCK:
                 values = self.fill(walk or self.begin(self.top()), number)
         value, values[j] = values[j], None  # asked for once, as a rule: let it go
         return value  # type: ignore[return-value]
@@ -271,7 +282,7 @@ class Run:
             walk = self.begin(self.top())
         walk.filled = (-1, [])
         if not self.scattered:
-            _retire(walk)
+            retire(walk)
         try:
             while walk.at > number + 1:
                 self.again(walk, walk.at - 1)
@@ -285,48 +296,41 @@ class Run:
 
     def again(self, walk: Walk, number: int) -> list[Tensor | None]:
         """The second run of an update: collects what fn saves, and undoes the update unless that is done."""
-        context, record = self.context, self.records[number]
-        index, update, state = record.index, record.update, walk.state
-        where = errors.at(index, update)
+        context, record, state = self.context, self.records[number], walk.state
+        update, rule = record.update, record.update.rule
         if record.values is not None:
             state[update.target], walk.at = record.before, number
             return []
         difference = record.sight.difference()
         if difference:
-            raise errors.changed_since(where, difference)
+            raise errors.changed_since(errors.at(record.index, update), difference)
+        before = state.get(update.target)
         store: list[Any] = []
         versions: list[int] = []
-        pack = _packer(store, versions)
-        with second_run(), _untransformed(), context.modes.again(), record.sight.again() as swap, torch.enable_grad():
-            grads, strides = iter(record.grads), iter(record.strides)
-            sources = []
-            for name in update.sources:
-                flat, spec = flatten(state[name])
-                flat = [_as_before(t, next(grads), next(strides)) for t in flat]
-                sources.append(unflatten(flat, spec))
+        with second_run(), untransformed(), modes_again(context.modes), record.sight.again() as swap:
+            sources = record.sources_again(state)
             drawn = context.draws.again(record.drawn)
             try:
-                with saved_tensors_hooks(pack, store.__getitem__):
-                    out = call(index, update, state, sources, walk.side)
-                    before = state.get(update.target)
+                with saved_tensors_hooks(_packer(store, versions), store.__getitem__):
+                    out = call(record.index, update, state, sources, walk.side)
                     if walk.at > number:
-                        if why := update.rule.mismatch(before, out):
-                            raise errors.other_path(where, why)
+                        if why := rule.mismatch(before, out):
+                            raise errors.other_path(errors.at(record.index, update), why)
                         with torch.no_grad():
-                            before = update.rule.undo(before, detached(out))
-                    if update.rule.saves and not self.keeps_sources:
-                        flat, spec = flatten(before)
-                        flat = [_as_before(t, g, t.stride()) for t, g in zip(flat, record.target_grads, strict=True)]
-                        update.rule.apply(unflatten(flat, spec), out)
+                            before = rule.undo(before, out)
+                    if rule.saves and not self.keeps_sources:
+                        rule.apply(record.target_again(before), out)
             finally:
-                surplus = drawn()
-                values: list[Tensor | None] = list(store)
+                difference = drawn()
+                values = list(store)
                 store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
         meta = _describe(values, context.known)
-        if surplus or meta != record.meta:
-            raise errors.other_path(where, surplus or _difference(record.meta, meta))
-        if swap.clamped and (difference := swap.difference()):
-            raise errors.other_path(where, difference)
+        if meta != record.meta:
+            difference = difference or _difference(record.meta, meta)
+        if swap.clamped:
+            difference = difference or swap.difference()
+        if difference:
+            raise errors.other_path(errors.at(record.index, update), difference)
         if versions != record.versions:
             _check_captured(record, [sources, walk.side, swap.put_in], values, versions)
         if walk.at > number:
@@ -359,11 +363,6 @@ def _describe(store: list[Tensor], known: dict[Any, Any]) -> list[Any]:
     return [known.setdefault(key, key) for key in [(t.shape, t.dtype, t.device) for t in store]]
 
 
-def _as_before(t: Tensor, requires_grad: bool, strides: tuple[int, ...]) -> Tensor:
-    t = with_strides(t, strides)
-    return t.detach().requires_grad_() if requires_grad else t
-
-
 def _difference(old: list[Any], new: list[Any]) -> str:
     if len(old) != len(new):
         return f"it saved {len(new)} tensors for its gradient, {len(old)} before"
@@ -374,52 +373,3 @@ def _difference(old: list[Any], new: list[Any]) -> str:
 def _words(key: Any) -> str:
     shape, dtype, device = key
     return f"shape {tuple(shape)}, {dtype}, on {device}"
-
-
-@contextlib.contextmanager
-def _outside_vmap() -> Iterator[None]:
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack(), torch._C._ExcludeDispatchKeyGuard(_VMAP_MODES):
-        yield
-
-
-_VMAP_MODE = torch._C._parse_dispatch_key("VmapMode")
-_VMAP_MODES = torch._C.DispatchKeySet(_VMAP_MODE) | torch._C.DispatchKeySet(torch._C._parse_dispatch_key("FuncTorchVmapMode"))
-
-
-def _untransformed() -> contextlib.AbstractContextManager[Any]:
-    """Outside of vmap: `is_grads_batched` runs backward under it, and fn must not notice."""
-    batched = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
-    if batched or torch._C._are_functorch_transforms_active():
-        return _outside_vmap()
-    return contextlib.nullcontext()
-
-
-# Walks of one thread in the order of their beginning, so that what is done with can go before the task ends: otherwise a
-# program inside a program would not be flat. Autograd executes nodes in the reverse order of their making, so
-# - a walk that has given away all of its lowest update is done with when another begins (but not before: a Function may read its
-#   saved tensors twice), and
-# - when a walk goes on to another update, the walks that began since the last one were inside of that one, and are done with.
-_LOCAL = threading.local()
-_COUNT = itertools.count(1)
-
-
-def _enrol(walk: Walk) -> None:
-    begun = [(number, ref) for number, ref in getattr(_LOCAL, "begun", ()) if not _done_with(ref())]
-    _LOCAL.begun = [*begun, (next(_COUNT), weakref.ref(walk))]
-
-
-def _done_with(walk: Walk | None) -> bool:
-    if walk is not None and walk.finished and all(t is None for t in walk.filled[1]):
-        walk.state = {}
-    return walk is None or not walk.state
-
-
-def _retire(walk: Walk) -> None:
-    begun: list[tuple[int, weakref.ref[Walk]]] = getattr(_LOCAL, "begun", [])
-    while walk.asked and begun and begun[-1][0] > walk.asked:
-        inner = begun.pop()[1]()
-        if inner is not None:
-            inner.state, inner.filled = {}, (-1, [])
-    walk.asked = next(_COUNT)

@@ -1,0 +1,102 @@
+"""What fn holds on to, as far as it can be seen from outside."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def parts(modules: list[nn.Module]) -> list[nn.Module]:
+    """The modules and all that they are made of, each once."""
+    found = list(modules)
+    seen = set(found)
+    for module in found:  # grows while it is read
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
+class Held:
+    """Modules with all their parts, and tensors and random generators outside of them."""
+
+    __slots__ = ("generators", "modules", "roots", "tensors")
+
+    def __init__(self, fn: Any):
+        self.tensors: list[Tensor] = []
+        self.generators: list[torch.Generator] = []
+        self.roots: list[nn.Module] = []
+        if isinstance(fn, nn.Module):
+            self.roots.append(fn)
+        else:
+            self._look_into(fn)
+        self.modules = parts(self.roots)
+        for module in self.modules:
+            if not type(module).__module__.startswith("torch."):  # torch's own hold nothing else
+                self._look_beside(module)
+        if len(self.roots) > 1:
+            self.modules = parts(self.roots)
+
+    def _look_beside(self, module: nn.Module) -> None:
+        """What a module holds without registering it: in its attributes, and the modules its forward takes from around it."""
+        for name, value in module.__dict__.items():
+            if name not in _STANDARD and isinstance(value, _TELLING):
+                self._look_into(value)
+        forward = type(module).forward
+        if isinstance(forward, types.FunctionType):
+            around = forward.__globals__
+            self.roots += [around[name] for name in forward.__code__.co_names if isinstance(around.get(name), nn.Module)]
+
+    def _look_into(self, fn: Any) -> None:
+        """A function, a method, a partial or any object: through closures, defaults, attributes and containers."""
+        todo: list[tuple[Any, int]] = [(fn, 0)]
+        done: set[int] = set()
+        while todo:
+            thing, depth = todo.pop()
+            if id(thing) in done or depth > 5:
+                continue
+            done.add(id(thing))
+            if isinstance(thing, nn.Module):
+                self.roots.append(thing)
+            elif isinstance(thing, Tensor):
+                self.tensors.append(thing)
+            elif isinstance(thing, torch.Generator):
+                self.generators.append(thing)
+            else:
+                todo += [(inner, depth + 1) for inner in _inside(thing)]
+
+
+_STANDARD = frozenset(nn.Module().__dict__)
+_TELLING = (torch.Generator, Tensor, list, tuple, dict, functools.partial, types.MethodType)
+
+
+def _inside(thing: Any) -> Iterable[Any]:
+    if isinstance(thing, types.MethodType):
+        return [thing.__self__, thing.__func__]
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, types.FunctionType):
+        used = [thing.__globals__.get(name) for name in thing.__code__.co_names]
+        used = [g for g in used if isinstance(g, (nn.Module, Tensor)) or getattr(g, "__globals__", None) is thing.__globals__]
+        cells = [cell.cell_contents for cell in thing.__closure__ or () if _filled(cell)]
+        return [*used, *cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+    if isinstance(thing, (list, tuple)):
+        return thing
+    if isinstance(thing, dict):
+        return thing.values()
+    if isinstance(thing, (type, types.ModuleType)) or type(thing).__module__.partition(".")[0] in ("builtins", "torch"):
+        return ()
+    return getattr(thing, "__dict__", {}).values()
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -1,0 +1,208 @@
+"""What one call of fn saw of its modules, and how a second run is made to see it again."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .held import Held, parts
+
+_MISSING = object()  # no such slot
+
+# What is known of buffers, by (name, training): "moves" if fn writes to it, "read" if code that took its pointer left it alone.
+_HABITS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], str]] = weakref.WeakKeyDictionary()
+
+
+class Sight:
+    """Made before the call; `after` completes it."""
+
+    __slots__ = ("before", "buffers", "held", "parameters", "repeatable", "tensors", "training", "versions")
+
+    def __init__(self, held: Held):
+        self.held = held
+        self.training: list[bool] = []
+        self.versions: list[int] = []  # of the parameters before the call
+        self.tensors: list[tuple[Tensor, int]] = []  # held by fn otherwise
+        self.parameters: list[tuple[dict[str, Any], str, Tensor, int, bool]] = []
+        self.buffers: list[tuple[dict[str, Any], str, Tensor, int]] = []  # those that fn leaves alone
+        self.before: list[tuple[nn.Module, str, Any, int, Any]] = []  # those that it changes, replaces or makes: what they were
+        self.repeatable = True
+        for m in held.modules:
+            for p in m._parameters.values():
+                if p is not None:
+                    if type(p) is not nn.Parameter and is_lazy(p):
+                        self.repeatable = False
+                    self.versions.append(p._version)
+            for name, b in m._buffers.items():
+                if b is None:
+                    self.before.append((m, name, None, 0, None))
+                elif is_lazy(b):
+                    self.repeatable = False
+                else:
+                    self.before.append((m, name, b, b._version, _snapshot(m, name, b)))
+
+    def after(self) -> None:
+        """Parameters are looked at after the call: lazy ones exist now, and what fn itself clamps is no later edit."""
+        self.tensors = [(t, t._version) for t in self.held.tensors]
+        made = False
+        for m in self.held.modules:
+            self.training.append(m.training)
+            slots = m._parameters
+            for name, p in slots.items():
+                if p is not None:
+                    self.parameters.append((slots, name, p, p._version, p.requires_grad))
+            made = made or bool(m._buffers)
+        if not made and not self.before:
+            return
+        found, self.before = self.before, []
+        for m, name, b, version, snapshot in found:
+            if m._buffers.get(name) is not b:
+                self.before.append((m, name, b, version, b if snapshot is None else snapshot))
+            elif b is None:
+                continue
+            elif snapshot is None and b._version == version:
+                self.buffers.append((m._buffers, name, b, version))
+            elif snapshot is None:
+                self.repeatable = False  # it was only read until now
+                _HABITS[m][name, m.training] = "moves"
+            elif _written(m, name, b, version, snapshot):
+                self.before.append((m, name, b, version, snapshot))
+            else:
+                self.buffers.append((m._buffers, name, b, version))
+        known = {(m, name) for m, name, *_ in found}
+        new = [(m, name) for m in self.held.modules for name in m._buffers if (m, name) not in known]
+        self.before += [(m, name, _MISSING, 0, _MISSING) for m, name in new]
+
+    def put_back(self) -> None:
+        """After an exception: the buffers as they were before the call."""
+        with torch.no_grad():
+            for m, name, b, _, snapshot in reversed(self.before):
+                if isinstance(snapshot, Tensor) and snapshot is not b and not _same(b, snapshot):
+                    b.copy_(snapshot)
+                _place(m._buffers, name, b)
+
+    def difference(self) -> str | None:
+        """What has been changed since, so that the call cannot be repeated; or None."""
+        held = self.held
+        present = parts(held.roots)
+        if present != held.modules:
+            gone = next((m for m in held.modules if m not in present), held.modules[-1])
+            return f"a part of fn, {type(gone).__name__},"
+        for module, training in zip(held.modules, self.training, strict=True):
+            if module.training is not training:
+                then, now = ("train", "eval") if training else ("eval", "train")
+                return f"the mode of {type(module).__name__} ({then}() in the forward pass, {now}() in backward)"
+        for _, name, p, version, _ in self.parameters:
+            if p._version != version and not _sharded(p):
+                return f"the parameter {name!r} of shape {tuple(p.shape)}"
+        for _, name, b, version in self.buffers:
+            if b._version != version:
+                return f"the buffer {name!r} of shape {tuple(b.shape)}"
+        for t, version in self.tensors:
+            if t._version != version:
+                return f"a tensor of shape {tuple(t.shape)} that fn holds on to"
+        return None
+
+    def again(self) -> Swap:
+        """The same tensors in the same slots: those of functional_call, old values of buffers, parameters frozen since."""
+        swap = Swap()
+        versions = self.versions if len(self.versions) == len(self.parameters) else [p[3] for p in self.parameters]
+        for (slots, name, p, version, requires_grad), at_first in zip(self.parameters, versions, strict=True):
+            now = slots.get(name)
+            if version != at_first and not _sharded(p):  # fn changed it, and is to find it as it left it
+                swap.put(slots, name, p.detach().clone().requires_grad_(requires_grad))
+                swap.clamped.append((name, swap.put_in[-1], p))
+            elif p.requires_grad is not requires_grad:
+                swap.put(slots, name, p.detach().requires_grad_(requires_grad))
+            elif now is not p and not _sharded(p) and not (now is not None and _sharded(now)):
+                swap.put(slots, name, p)
+        for slots, name, b, _ in self.buffers:
+            if slots.get(name) is not b:
+                swap.put(slots, name, b)
+        copies: dict[int, Any] = {}  # one tensor under two names stays one
+        for m, name, b, _, snapshot in self.before:
+            if isinstance(snapshot, Tensor):
+                snapshot = copies.setdefault(id(b), snapshot.clone())
+            swap.put(m._buffers, name, snapshot)
+        return swap
+
+
+class Swap:
+    """Tensors put into modules for the time of a second run."""
+
+    __slots__ = ("clamped", "out", "put_in")
+
+    def __init__(self) -> None:
+        self.clamped: list[tuple[str, Tensor, Tensor]] = []
+        self.out: list[tuple[dict[str, Any], str, Any]] = []
+        self.put_in: list[Any] = []
+
+    def put(self, slots: dict[str, Any], name: str, t: Any) -> None:
+        self.out.append((slots, name, slots.get(name, _MISSING)))
+        self.put_in.append(t)
+        _place(slots, name, t)
+
+    def difference(self) -> str | None:
+        """A parameter that fn changes, and not to the same values the second time; or None."""
+        for name, copy, p in self.clamped:
+            near = torch.finfo(p.dtype).eps ** 0.5
+            if not torch.allclose(copy, p, near, near):
+                return f"it changed its parameter {name!r} to other values"
+        return None
+
+    def __enter__(self) -> Swap:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for slots, name, t in reversed(self.out):
+            _place(slots, name, t)
+
+
+def _place(slots: dict[str, Any], name: str, t: Any) -> None:
+    if t is _MISSING:
+        slots.pop(name, None)
+    else:
+        slots[name] = t
+
+
+def _sharded(t: Tensor) -> bool:
+    """FSDP2 exchanges sharded and full parameters in the same slots: they are its own to move."""
+    return type(t) is not nn.Parameter and type(t) is not Tensor and hasattr(t, "_local_tensor")
+
+
+def _snapshot(module: nn.Module, name: str, b: Tensor) -> Tensor | None:
+    """The value of a buffer before fn runs: a copy that costs nothing until somebody writes, where torch can do that."""
+    habit = _HABITS.get(module, {}).get((name, module.training))
+    if habit == "read":
+        return None
+    b = b.detach()
+    if habit is None and b.untyped_storage().resizable():  # others have no allocator to make the copy with
+        try:
+            return b._lazy_clone()  # type: ignore[attr-defined]
+        except (RuntimeError, NotImplementedError):  # shared memory, some subclasses
+            pass
+    return b.clone()
+
+
+def _written(module: nn.Module, name: str, b: Tensor, version: int, snapshot: Tensor) -> bool:
+    """Whether fn changed the buffer. BatchNorm and `.data` do so without moving its version."""
+    habits = _HABITS.setdefault(module, {})
+    key = (name, module.training)
+    if b._version == version and key not in habits:
+        if torch._C._is_cow_tensor(b):  # type: ignore[attr-defined]
+            return False  # nobody so much as took its pointer
+        habits[key] = "read" if _same(b, snapshot) else "moves"
+    else:
+        habits[key] = "moves"
+    return habits[key] == "moves"
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    try:
+        return torch.equal(a, b)
+    except (RuntimeError, AssertionError):  # fake tensors have no values
+        return False

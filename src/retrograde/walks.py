@@ -1,0 +1,51 @@
+"""Walks: where each backward pass stands in each run."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+
+class Walk:
+    """Where one backward pass stands in a run: `state` is the one after the first `at` updates."""
+
+    __slots__ = ("__weakref__", "asked", "at", "filled", "finished", "side", "state")
+
+    def __init__(self, state: dict[str, Any], side: dict[str, Any], at: int):
+        self.state, self.side, self.at = state, side, at
+        self.finished = False  # the lowest update that saved anything has been asked for
+        self.asked = 0  # when an update was last asked for
+        self.filled: tuple[int, list[Tensor | None]] = (-1, [])  # an update, and the tensors that it saved
+
+
+# Walks of one thread in the order of their beginning, so that what is done with can go before the task ends: otherwise a
+# program inside a program would not be flat. Autograd executes nodes in the reverse order of their making, so
+# - a walk that has given away all of its lowest update is done with when another begins (but not before: a Function may read its
+#   saved tensors twice), and
+# - when a walk goes on to another update, the walks that began since the last one were inside of that one, and are done with.
+_LOCAL = threading.local()
+_COUNT = itertools.count(1)
+
+
+def enrol(walk: Walk) -> None:
+    begun = [(number, ref) for number, ref in getattr(_LOCAL, "begun", ()) if not _done_with(ref())]
+    _LOCAL.begun = [*begun, (next(_COUNT), weakref.ref(walk))]
+
+
+def _done_with(walk: Walk | None) -> bool:
+    if walk is not None and walk.finished and all(t is None for t in walk.filled[1]):
+        walk.state = {}
+    return walk is None or not walk.state
+
+
+def retire(walk: Walk) -> None:
+    begun: list[tuple[int, weakref.ref[Walk]]] = getattr(_LOCAL, "begun", [])
+    while walk.asked and begun and begun[-1][0] > walk.asked:
+        inner = begun.pop()[1]()
+        if inner is not None:
+            inner.state, inner.filled = {}, (-1, [])
+    walk.asked = next(_COUNT)
