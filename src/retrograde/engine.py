@@ -56,7 +56,7 @@ def invert(
     return run(program.inverse(), streams, side, memory=memory, arithmetic=arithmetic)
 
 
-@torch._disable_dynamo(recursive=True)  # imports the compiler on the first call, so only a trace may call this
+@torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]  # imports the compiler when called: only in a trace
 def _outside_trace(*args: Any) -> Streams:
     return _run(*args)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +151,7 @@ class ReversibleSequence(_Net):
             self._program = Program(
                 update
                 for depth, block in enumerate(self.blocks)
-                for update in pair(block.f, block.g, takes=self._takes(depth, side))
+                for update in pair(cast(Any, block.f), cast(Any, block.g), takes=self._takes(depth, side))
             )
         return self._program
 
@@ -186,6 +186,9 @@ class ReversibleSequence(_Net):
     def _halves(self, x: Any) -> tuple[Any, Any]:
         flat, spec = flatten(x)
         for t in flat:
+            if not isinstance(t, Tensor) or not -t.dim() <= self.dim < t.dim():
+                got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+                raise ProgramError(f"an input with a dim {self.dim} to split along is needed, got {got}")
             if t.shape[self.dim] % 2:
                 raise ProgramError(
                     f"the input has odd size {t.shape[self.dim]} along dim {self.dim} (shape {tuple(t.shape)}), so it "

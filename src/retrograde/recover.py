@@ -63,6 +63,7 @@ class Context:
         return tree_unflatten([next(rest) if other is _HOLE else other for other in self.others], self.side_spec)
 
 
+_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 _HOLE = object()
 _LOCK = threading.RLock()  # one second run at a time: random states and the slots of modules belong to the whole process
 
@@ -127,10 +128,10 @@ class Keep(torch.autograd.Function):
         return t.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch._C._current_graph_task_id() not in ctx.run.walks:
             ctx.run.begin(ctx.run.top())
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not _keep_graph():
             ctx.vault = None  # as autograd lets go of what a node has saved
         return None, None, grad
 
@@ -249,8 +250,7 @@ class Run:
             if self.scattered or torch.is_grad_enabled():  # create_graph: later tasks may come without a Keep node
                 count = sum(number for _, number, _ in self.layout)
                 self.stash = [(t.detach() if i < count else t, version_of(t)) for i, t in enumerate(saved)]
-            kept = torch._C._autograd._get_current_graph_task_keep_graph()
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self.end, task, kept))  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.end, task, _keep_graph()))  # type: ignore[attr-defined]
         return walk
 
     def end(self, task: int, kept: bool) -> None:
@@ -317,7 +317,8 @@ class Run:
                         if why := rule.mismatch(before, out):
                             raise errors.other_path(errors.at(record.index, update), why)
                         with torch.no_grad():
-                            before = rule.undo(before, out)
+                            before = state[update.target] = rule.undo(before, out)
+                        walk.at = number
                     if rule.saves and not self.keeps_sources:
                         rule.apply(record.target_again(before), out)
             finally:
@@ -333,8 +334,6 @@ class Run:
             raise errors.other_path(errors.at(record.index, update), difference)
         if versions != record.versions:
             _check_captured(record, [sources, walk.side, swap.put_in], values, versions)
-        if walk.at > number:
-            state[update.target], walk.at = before, number
         return values
 
 
@@ -358,7 +357,7 @@ def _packer(store: list[Any], versions: list[int]) -> Callable[[Tensor], int]:
     return pack
 
 
-def _describe(store: list[Tensor], known: dict[Any, Any]) -> list[Any]:
+def _describe(store: list[Any], known: dict[Any, Any]) -> list[Any]:
     """(shape, dtype, device) of each; equal ones are the same object, as many objects would keep gc busy."""
     return [known.setdefault(key, key) for key in [(t.shape, t.dtype, t.device) for t in store]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -37,27 +38,18 @@ class second_run:
 
 
 def _mark(generator: torch.Generator) -> Any:
+    """The state of a generator, as something that is quickly compared."""
     if generator.device.type == "cuda":
         return generator.initial_seed(), generator.get_offset()
-    return generator.get_state()
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _set(generator: torch.Generator, mark: Any) -> None:
-    if generator.device.type == "cuda":
+    if isinstance(mark, tuple):
         generator.manual_seed(mark[0]).set_offset(mark[1])
     else:
-        generator.set_state(mark)
-
-
-def _moved(old: Any, new: Any) -> bool:
-    if old is new:
-        return False
-    if type(old) is tuple:
-        return old != new
-    if torch._C._len_torch_dispatch_stack():  # a state is data of the engine, whatever mode is on
-        with torch._C._DisableTorchDispatch():
-            return not torch.equal(old, new)
-    return not torch.equal(old, new)
+        generator.set_state(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
 
 
 def generators(side: list[Any]) -> list[torch.Generator]:
@@ -91,9 +83,9 @@ class Draws:
     def since(self) -> tuple[list[Any], list[Any]]:
         """The states before and after what ran since the last call."""
         before = self.marks
-        now = [old if not _moved(old, new) else new for old, new in zip(before, map(_mark, self.generators), strict=True)]
-        if any(a is not b for a, b in zip(before, now, strict=True)):
-            self.marks = now
+        now = [_mark(g) for g in self.generators]
+        if now != before:
+            self.marks = [old if old == new else new for old, new in zip(before, now, strict=True)]
         return before, self.marks
 
     def put_back(self) -> None:
@@ -104,36 +96,35 @@ class Draws:
     def again(self, drawn: tuple[list[Any], list[Any]]) -> Callable[[], str | None]:
         """Have fn draw the same numbers. Call what is returned afterwards: it puts the present states back."""
         before, after = drawn
-        present: list[Any] = []
-        for generator, mark in zip(self.generators, before, strict=False):
-            now = _mark(generator)
-            if _moved(mark, now):
-                _set(generator, mark)
-                present.append(now)
-            else:
-                present.append(mark)
+        followed = self.generators[: len(before)]
+        present = [_mark(g) for g in followed]
+        _move(followed, present, before)
 
         def done() -> str | None:
-            other = None
-            for generator, mark, expected in zip(self.generators, present, after, strict=False):
-                now = _mark(generator)
-                if _moved(expected, now):
-                    other = f"it drew other random numbers on {generator.device}"
-                    _set(generator, mark)
-                elif mark is not expected:
-                    _set(generator, mark)
-            return other
+            now = [_mark(g) for g in followed]
+            _move(followed, now, present)
+            if now == after:
+                return None
+            other = next(g for g, a, b in zip(followed, after, now, strict=True) if a != b)
+            return f"it drew other random numbers on {other.device}"
 
         return done
+
+
+def _move(found: list[torch.Generator], now: list[Any], to: list[Any]) -> None:
+    if now != to:
+        for generator, old, new in zip(found, now, to, strict=True):
+            if old != new:
+                _set(generator, new)
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 _SDPA: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
 ]
 
 

@@ -27,7 +27,7 @@ class Sight:
         self.training: list[bool] = []
         self.versions: list[int] = []  # of the parameters before the call
         self.tensors: list[tuple[Tensor, int]] = []  # held by fn otherwise
-        self.parameters: list[tuple[dict[str, Any], str, Tensor, int, bool]] = []
+        self.parameters: list[tuple[dict[str, Any], str, Tensor, int, bool, int]] = []
         self.buffers: list[tuple[dict[str, Any], str, Tensor, int]] = []  # those that fn leaves alone
         self.before: list[tuple[nn.Module, str, Any, int, Any]] = []  # those that it changes, replaces or makes: what they were
         self.repeatable = True
@@ -54,7 +54,7 @@ class Sight:
             slots = m._parameters
             for name, p in slots.items():
                 if p is not None:
-                    self.parameters.append((slots, name, p, p._version, p.requires_grad))
+                    self.parameters.append((slots, name, p, p._version, p.requires_grad, p.untyped_storage()._cdata))
             made = made or bool(m._buffers)
         if not made and not self.before:
             return
@@ -96,8 +96,8 @@ class Sight:
             if module.training is not training:
                 then, now = ("train", "eval") if training else ("eval", "train")
                 return f"the mode of {type(module).__name__} ({then}() in the forward pass, {now}() in backward)"
-        for _, name, p, version, _ in self.parameters:
-            if p._version != version and not _sharded(p):
+        for _, name, p, version, _, home in self.parameters:
+            if (p._version != version or p.untyped_storage()._cdata != home) and not _sharded(p):
                 return f"the parameter {name!r} of shape {tuple(p.shape)}"
         for _, name, b, version in self.buffers:
             if b._version != version:
@@ -111,7 +111,7 @@ class Sight:
         """The same tensors in the same slots: those of functional_call, old values of buffers, parameters frozen since."""
         swap = Swap()
         versions = self.versions if len(self.versions) == len(self.parameters) else [p[3] for p in self.parameters]
-        for (slots, name, p, version, requires_grad), at_first in zip(self.parameters, versions, strict=True):
+        for (slots, name, p, version, requires_grad, _), at_first in zip(self.parameters, versions, strict=True):
             now = slots.get(name)
             if version != at_first and not _sharded(p):  # fn changed it, and is to find it as it left it
                 swap.put(slots, name, p.detach().clone().requires_grad_(requires_grad))

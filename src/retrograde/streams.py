@@ -42,6 +42,8 @@ def mismatch(value: Any, other: Any) -> str | None:
     try:
         partners = spec.flatten_up_to(other)
     except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(value, dict) and isinstance(other, dict) and value.keys() != other.keys():
+            return f"fn returned the keys {sorted(map(str, other))}, the stream has {sorted(map(str, value))}"
         return f"fn returned another tree than the stream's ({error})"
     return next((why for a, b in zip(flat, partners, strict=True) if (why := _leaf_mismatch(a, b))), None)
 

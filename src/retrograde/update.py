@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import arithmetic
 from .errors import ProgramError, at
-from .streams import each, mismatch
+from .streams import each, flatten, mismatch
 
 
 class Rule(ABC):
@@ -119,13 +119,15 @@ class Update:
 
     target: str
     fn: Callable[..., Any]
-    sources: tuple[str, ...]
+    sources: Any  # one name or several; kept as a tuple
     takes: Any = ()
     rule: Rule = field(default_factory=Add)
 
     def __post_init__(self) -> None:
         sources = (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
         object.__setattr__(self, "sources", sources)
+        if not isinstance(self.rule, Rule):
+            raise ProgramError(f"{self.target}: rule must be an instance like rg.Add() or rg.Affine(), got {self.rule!r}")
         if not callable(self.fn):
             raise ProgramError(f"{self}: fn is a {type(self.fn).__name__}, not callable")
         if not sources:
@@ -187,6 +189,12 @@ class Program:
         return [root(update.target) for update in self.updates]
 
     def check(self, streams: Mapping[str, Any], side: Mapping[str, Any]) -> None:
+        if not isinstance(streams, Mapping):
+            raise ProgramError(f"streams must be a dict of tensors (or trees of tensors) by name, got {type(streams).__name__}")
+        for name in self.names & streams.keys():
+            for t in flatten(streams[name])[0]:
+                if not isinstance(t, Tensor):
+                    raise ProgramError(f"the stream {name!r} holds {t!r} of type {type(t).__name__}, where a tensor must be")
         if not self.names <= streams.keys():
             for index, update in enumerate(self.updates):
                 for name in (update.target, *update.sources):
