@@ -19,8 +19,10 @@ observer: Callable[..., None] | None = None  # rg.check looks over the engine's 
 def call(index: int, update: Update, state: Streams, sources: list[Any], side: Mapping[str, Any]) -> Any:
     """fn's output; the streams and the side inputs are as they were, or it is an error."""
     kwargs = update.side_inputs(side)
-    watched = [t for value in (*state.values(), *kwargs.values()) for t in tensors(value)]
-    versions = [version_of(t) for t in watched]
+    watched: list[Tensor] = []
+    for value in (*state.values(), *kwargs.values()) if kwargs else state.values():
+        watched += (value,) if isinstance(value, Tensor) else tensors(value)
+    versions = list(map(version_of, watched))
     try:
         out = update.fn(*sources, **kwargs)
     except Exception as error:
@@ -28,9 +30,9 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
         if "saved tensor hooks" in str(error):
             error.add_note("torch.func transforms inside fn need memory='store', or torch.autograd.grad in their place")
         raise
-    for t, version in zip(watched, versions, strict=True):
-        if version_of(t) != version:
-            raise errors.edited_by_fn(errors.at(index, update), _name_of(t, update, state, kwargs))
+    if list(map(version_of, watched)) != versions:
+        t = next(t for t, version in zip(watched, versions, strict=True) if version_of(t) != version)
+        raise errors.edited_by_fn(errors.at(index, update), _name_of(t, update, state, kwargs))
     if observer is not None:
         observer(index, update, sources, out)
     return out

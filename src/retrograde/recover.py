@@ -31,7 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from . import errors
 from .call import Streams, call, fitting, version_of
 from .held import Held
-from .replay import Draws, generators, modes, modes_again, second_run, untransformed
+from .replay import Draws, generators, modes, second_run
 from .sight import Sight
 from .streams import detached, flatten, tensors, unflatten, with_strides
 from .update import Update
@@ -72,9 +72,11 @@ class Record:
     """What the first run of an update leaves behind: everything the second run needs but tensors of the forward pass."""
 
     __slots__ = (
-        "before", "drawn", "grads", "index", "meta", "sight", "stale", "strides", "target_grads", "update", "values", "versions",
+        "before", "drawn", "grads", "index", "meta", "number", "ready", "sight", "stale", "strides", "target_grads", "update",
+        "values", "versions",
     )  # fmt: skip
     index: int
+    number: int  # in the run
     update: Update
     sight: Sight
     drawn: tuple[list[Any], list[Any]]  # the states of the random generators before and after
@@ -86,6 +88,16 @@ class Record:
     target_grads: list[bool]  # the same of the target, for rules that save
     values: list[Tensor] | None  # of an update that is stored: the saved tensors themselves …
     before: Any  # … and the target before it
+    ready: list[Tensor | None] | None  # what the second run saved, until it is asked for
+
+    def __init__(self, index: int, number: int, update: Update):
+        self.index, self.number, self.update = index, number, update
+        self.versions, self.stale = [], []
+        self.values = self.before = self.ready = None
+
+    @property
+    def where(self) -> str:
+        return errors.at(self.index, self.update)
 
     def sources_again(self, state: Streams) -> list[Any]:
         """The recovered sources in the layout and with the flags that fn saw."""
@@ -158,8 +170,7 @@ class Run:
         """The first run of an update."""
         context, rule, target = self.context, update.rule, state[update.target]
         sources = [state[name] for name in update.sources]
-        record = Record()
-        record.index, record.update = index, update
+        record = Record(index, len(self.records), update)
         held = Held(update.fn)
         context.draws.follow(held.generators)
         record.sight = Sight(held)
@@ -168,21 +179,20 @@ class Run:
         record.grads = [t.requires_grad for t in flat]
         record.strides = [t.stride() for t in flat]
         record.target_grads = [t.requires_grad for t in tensors(target)] if rule.saves else []
-        record.versions = []
         live: list[Tensor] = []
         pack = _packer(live, record.versions)
         self.live = live
         try:
-            with saved_tensors_hooks(pack, partial(self.unpack, len(self.records))):
+            with saved_tensors_hooks(pack, self.unpacker(record)):
                 out = call(index, update, state, sources, context.side)
                 fitting(index, update, target, out)
                 applied = rule.apply(target, out) if rule.saves and not self.keeps_sources else None
             record.sight.after()
-            record.values = record.before = None
             if not record.sight.repeatable:
                 record.values, record.before = [t.detach() for t in live], detached(target)
             record.meta = _describe(live, context.known)
-            record.stale = [j for j, t in enumerate(live) if t._version != record.versions[j]]
+            if [t._version for t in live] != record.versions:
+                record.stale = [j for j, t in enumerate(live) if t._version != record.versions[j]]
         finally:
             live.clear()  # the graph holds on to the hook, and these hold on to the graph
             self.live = None
@@ -254,45 +264,53 @@ class Run:
         return walk
 
     def end(self, task: int, kept: bool) -> None:
-        self.walks.pop(task, None)
+        walk = self.walks.pop(task, None)
+        if walk is not None:
+            walk.clear()
         if not kept:
             self.stash = None
 
-    def unpack(self, number: int, j: int) -> Tensor:
-        """What the fn of update `number` saved as its tensor j."""
-        walk = self.walks.get(torch._C._current_graph_task_id())
-        filled, values = walk.filled if walk is not None else (-1, [])
-        if filled != number or values[j] is None:
-            if self.live is not None and number == len(self.records):
-                return self.live[j]  # fn itself calls autograd.grad
-            record = self.records[number]
-            if j in record.stale:
-                raise errors.edited_inside(errors.at(record.index, record.update), record.meta[j][0])
-            if record.values is not None:
-                return record.values[j]
-            values = None  # what is left of the update above can go
-            with _LOCK:
-                values = self.fill(walk or self.begin(self.top()), number)
-        value, values[j] = values[j], None  # asked for once, as a rule: let it go
-        return value  # type: ignore[return-value]
+    def unpacker(self, record: Record) -> Callable[[int], Tensor]:
+        """The unpack hook of an update: what its fn saved as tensor j."""
 
-    def fill(self, walk: Walk, number: int) -> list[Tensor | None]:
+        def unpack(j: int) -> Tensor:
+            ready = record.ready
+            if ready is None or ready[j] is None:
+                ready = None  # what is left of it can go
+                ready = self.fetch(record, j)
+            t, ready[j] = ready[j], None  # asked for once, as a rule: let it go
+            return t  # type: ignore[return-value]
+
+        return unpack
+
+    def fetch(self, record: Record, j: int) -> list[Any]:
         """Walk down to an update and have its saved tensors ready."""
-        if walk.at < number or not walk.state:
-            walk = self.begin(self.top())
-        walk.filled = (-1, [])
-        if not self.scattered:
-            retire(walk)
-        try:
-            while walk.at > number + 1:
-                self.again(walk, walk.at - 1)
-            values = self.again(walk, number)
-        except BaseException:
-            self.walks.pop(torch._C._current_graph_task_id(), None)
-            raise
-        walk.filled = (number, values)
-        walk.finished = number == self.lowest
-        return values
+        if self.live is not None and record.number == len(self.records):
+            return list(self.live)  # in its first run: fn itself calls autograd.grad
+        if j in record.stale:
+            raise errors.edited_inside(record.where, record.meta[j][0])
+        if record.values is not None:
+            if record.values[j]._version != record.versions[j]:
+                raise errors.changed_since(record.where, f"a tensor of shape {tuple(record.meta[j][0])} that fn holds on to")
+            return list(record.values)
+        number = record.number
+        with _LOCK:
+            walk = self.walks.get(torch._C._current_graph_task_id())
+            if walk is None or walk.at < number or not walk.state:
+                walk = self.begin(self.top())
+            walk.clear()
+            if not self.scattered:
+                retire(walk)
+            try:
+                while walk.at > number + 1:
+                    self.again(walk, walk.at - 1)
+                record.ready = self.again(walk, number)
+            except BaseException:
+                self.walks.pop(torch._C._current_graph_task_id(), None)
+                raise
+            walk.filled = record
+            walk.finished = number == self.lowest
+            return record.ready
 
     def again(self, walk: Walk, number: int) -> list[Tensor | None]:
         """The second run of an update: collects what fn saves, and undoes the update unless that is done."""
@@ -303,19 +321,20 @@ class Run:
             return []
         difference = record.sight.difference()
         if difference:
-            raise errors.changed_since(errors.at(record.index, update), difference)
+            raise errors.changed_since(record.where, difference)
         before = state.get(update.target)
         store: list[Any] = []
         versions: list[int] = []
-        with second_run(), untransformed(), modes_again(context.modes), record.sight.again() as swap:
-            sources = record.sources_again(state)
+        with second_run(context.modes):
+            swap = record.sight.again()
             drawn = context.draws.again(record.drawn)
             try:
+                sources = record.sources_again(state)
                 with saved_tensors_hooks(_packer(store, versions), store.__getitem__):
                     out = call(record.index, update, state, sources, walk.side)
                     if walk.at > number:
                         if why := rule.mismatch(before, out):
-                            raise errors.other_path(errors.at(record.index, update), why)
+                            raise errors.other_path(record.where, why)
                         with torch.no_grad():
                             before = state[update.target] = rule.undo(before, out)
                         walk.at = number
@@ -323,15 +342,15 @@ class Run:
                         rule.apply(record.target_again(before), out)
             finally:
                 difference = drawn()
+                swap.undo()
                 values = list(store)
                 store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
-        meta = _describe(values, context.known)
-        if meta != record.meta:
-            difference = difference or _difference(record.meta, meta)
+        if [(t.shape, t.dtype, t.device) for t in values] != record.meta:
+            difference = difference or _difference(record.meta, _describe(values, context.known))
         if swap.clamped:
             difference = difference or swap.difference()
         if difference:
-            raise errors.other_path(errors.at(record.index, update), difference)
+            raise errors.other_path(record.where, difference)
         if versions != record.versions:
             _check_captured(record, [sources, walk.side, swap.put_in], values, versions)
         return values
@@ -343,7 +362,7 @@ def _check_captured(record: Record, own: Any, values: list[Any], versions: list[
     for old, new, t in zip(record.versions, versions, values, strict=True):
         if old != new and t.untyped_storage()._cdata not in homes:
             what = f"a tensor of shape {tuple(t.shape)} that fn holds on to"
-            raise errors.changed_since(errors.at(record.index, record.update), what)
+            raise errors.changed_since(record.where, what)
 
 
 def _packer(store: list[Any], versions: list[int]) -> Callable[[Tensor], int]:

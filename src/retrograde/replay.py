@@ -20,18 +20,31 @@ def replaying() -> bool:
 
 
 class second_run:
-    """Inside of it `replaying()` is true and grad is on."""
+    """fn is run again: `replaying()` is true, grad is on, modes are as in the first run, and no transform is around."""
 
-    __slots__ = ("grad",)
+    __slots__ = ("grad", "stack", "then")
+
+    def __init__(self, then: tuple[Any, ...]):
+        self.then = then
+        self.stack: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
-        _LOCAL.depth = getattr(_LOCAL, "depth", 0) + 1
+        now = modes()
+        vmap = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP) or torch._C._are_functorch_transforms_active()
+        if vmap or now != self.then:
+            self.stack = contextlib.ExitStack()
+            if vmap:
+                self.stack.enter_context(_outside_vmap())
+            self.stack.enter_context(_with_modes(self.then, now))
         self.grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
+        _LOCAL.depth = getattr(_LOCAL, "depth", 0) + 1
 
     def __exit__(self, *_: Any) -> None:
         _LOCAL.depth -= 1
         torch._C._set_grad_enabled(self.grad)
+        if self.stack is not None:
+            self.stack.close()
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
@@ -140,11 +153,6 @@ def modes() -> tuple[Any, ...]:
     return autocast, torch.is_autocast_cache_enabled(), [get() for get, _ in _SDPA]
 
 
-def modes_again(then: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
-    now = modes()
-    return contextlib.nullcontext() if now == then else _with_modes(then, now)
-
-
 @contextlib.contextmanager
 def _with_modes(then: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[None]:
     autocast, cache, backends = then
@@ -166,15 +174,9 @@ _VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
 _FUNC_VMAP: Any = torch._C._parse_dispatch_key("FuncTorchVmapMode")
 
 
-def untransformed() -> contextlib.AbstractContextManager[Any]:
-    """Outside of vmap: `is_grads_batched` runs backward under it, and fn must not notice."""
-    if torch._C._dispatch_tls_is_dispatch_key_included(_VMAP) or torch._C._are_functorch_transforms_active():
-        return _outside_vmap()
-    return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def _outside_vmap() -> Iterator[None]:
+    """`is_grads_batched` runs backward under vmap, and fn must not notice."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     keys = torch._C.DispatchKeySet(_VMAP) | torch._C.DispatchKeySet(_FUNC_VMAP)

@@ -154,10 +154,7 @@ class Swap:
                 return f"it changed its parameter {name!r} to other values"
         return None
 
-    def __enter__(self) -> Swap:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def undo(self) -> None:
         for slots, name, t in reversed(self.out):
             _place(slots, name, t)
 

@@ -42,10 +42,10 @@ class Add(Rule):
     symbol = "+="
 
     def apply(self, target: Any, out: Any) -> Any:
-        return each(arithmetic.add, target, out)
+        return arithmetic.add(target, out) if isinstance(target, Tensor) else each(arithmetic.add, target, out)
 
     def undo(self, target: Any, out: Any) -> Any:
-        return each(arithmetic.subtract, target, out)
+        return arithmetic.subtract(target, out) if isinstance(target, Tensor) else each(arithmetic.subtract, target, out)
 
     def mismatch(self, target: Any, out: Any) -> str | None:
         return mismatch(target, out)

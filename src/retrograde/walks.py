@@ -7,8 +7,6 @@ import threading
 import weakref
 from typing import Any
 
-from torch import Tensor
-
 
 class Walk:
     """Where one backward pass stands in a run: `state` is the one after the first `at` updates."""
@@ -19,7 +17,11 @@ class Walk:
         self.state, self.side, self.at = state, side, at
         self.finished = False  # the lowest update that saved anything has been asked for
         self.asked = 0  # when an update was last asked for
-        self.filled: tuple[int, list[Tensor | None]] = (-1, [])  # an update, and the tensors that it saved
+        self.filled: Any = None  # the record of the update whose saved tensors are ready
+
+    def clear(self) -> None:
+        if self.filled is not None:
+            self.filled.ready = self.filled = None
 
 
 # Walks of one thread in the order of their beginning, so that what is done with can go before the task ends: otherwise a
@@ -37,7 +39,7 @@ def enrol(walk: Walk) -> None:
 
 
 def _done_with(walk: Walk | None) -> bool:
-    if walk is not None and walk.finished and all(t is None for t in walk.filled[1]):
+    if walk is not None and walk.finished and not any(t is not None for t in walk.filled.ready or ()):
         walk.state = {}
     return walk is None or not walk.state
 
@@ -47,5 +49,6 @@ def retire(walk: Walk) -> None:
     while walk.asked and begun and begun[-1][0] > walk.asked:
         inner = begun.pop()[1]()
         if inner is not None:
-            inner.state, inner.filled = {}, (-1, [])
+            inner.state = {}
+            inner.clear()
     walk.asked = next(_COUNT)
