@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import retrograde as rg
 
-POLICIES: list[Any] = ["checkpoint", "reverse"]  # each is compared with "store"
+REPLAYED: list[Any] = ["checkpoint", "reverse"]  # under these every fn runs twice
+POLICIES: list[Any] = [*REPLAYED, rg.StoreLast(2), rg.Budget(30_000), rg.Anchor(3), rg.ReverseAbove(0, dim=0)]
 WIDTH = 6
 
 
@@ -86,6 +87,7 @@ def parameters(fns: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 __all__ = [
     "POLICIES",
+    "REPLAYED",
     "WIDTH",
     "Attend",
     "assert_same",

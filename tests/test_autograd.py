@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from support import POLICIES, WIDTH, Attend, assert_same, draw, gradients, loss_of, mlp, mlps, parameters, rg
+from support import POLICIES, REPLAYED, WIDTH, Attend, assert_same, draw, gradients, loss_of, mlp, mlps, parameters, rg
 from torch import nn
 
 DEPTH = 3  # blocks of two updates
@@ -572,7 +572,7 @@ def test_hooks_of_the_net(memory):
     assert_same(*results)
 
 
-@memories
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_forward_hooks(memory):
     """Forward hooks fire twice, once for each run (`rg.replaying()` tells which); what they change is changed in both."""
     world = World()

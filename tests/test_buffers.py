@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from support import POLICIES, WIDTH, assert_same, draw, gradients, loss_of, mlp, rg
+from support import POLICIES, REPLAYED, WIDTH, assert_same, draw, gradients, loss_of, mlp, rg
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -237,14 +237,14 @@ def test_images(memory, forwards, layout, name):
 
 
 @pytest.mark.parametrize("kind", ["edited", "replaced", "data"])
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_large_buffers(memory, kind):
     """Buffers of more than 1 MiB, as codebooks are, move once as well: from the first step on, in both of two forward passes."""
     net = rg.ReversibleSequence([(Average(kind, rows=1 << 15), mlp()), (mlp(), Average(kind, rows=1 << 15))])
     compare(net, memory, [draw(), draw()], 2)
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_large_statistics(memory):
     width = (1 << 17) + 8
     net = rg.ReversibleSequence([(nn.Sequential(nn.BatchNorm1d(width), nn.Tanh()).double(), nn.Tanh())])
@@ -335,7 +335,7 @@ def test_clamped_weights(memory):
 
 
 @pytest.mark.parametrize("op", ["decay", "frozen average"])
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_moving_parameters(memory, op):
     """A parameter that fn moves by itself is no buffer: an error that says so, never a wrong gradient; backward moves nothing."""
     net = sequence(lambda: Weights(op))

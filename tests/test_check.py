@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from support import POLICIES, WIDTH, Attend, draw, mlp, mlps, rg
+from support import REPLAYED, WIDTH, Attend, draw, mlp, mlps, rg
 from torch import nn
 
 
@@ -86,7 +86,7 @@ def snapshot(net, inputs):
     return state, (grads, flags, random.getstate(), torch.is_grad_enabled())
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("case", SOUND)
 def test_sound_nets_pass_and_nothing_is_changed(case, memory):
     net, inputs, side = SOUND[case]()
@@ -149,7 +149,7 @@ FAULTS = {
 @pytest.mark.parametrize("where", [0, 2, 5])
 @pytest.mark.parametrize(
     ("kind", "memory"),  # checkpoint undoes nothing, so a constant does no harm there
-    [(kind, memory) for kind in FAULTS for memory in POLICIES if (kind, memory) != ("a constant that moves", "checkpoint")],
+    [(kind, memory) for kind in FAULTS for memory in REPLAYED if (kind, memory) != ("a constant that moves", "checkpoint")],
 )
 def test_planted_faults_are_found(kind, where, memory):
     """And the update is named, though the fault spoils the gradients of all updates below it."""

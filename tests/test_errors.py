@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from support import POLICIES, WIDTH, assert_same, draw, gradients, loss_of, mlp, mlps, rg
+from support import REPLAYED, WIDTH, assert_same, draw, gradients, loss_of, mlp, mlps, rg
 from torch import nn
 
 
@@ -223,7 +223,7 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("memory", ["store", *POLICIES])
+@pytest.mark.parametrize("memory", ["store", *REPLAYED])
 @pytest.mark.parametrize("case", OUTPUTS)
 def test_fn_returns(case, memory):
     fault, words = OUTPUTS[case]
@@ -244,7 +244,7 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("memory", ["store", *POLICIES])
+@pytest.mark.parametrize("memory", ["store", *REPLAYED])
 @pytest.mark.parametrize("case", TREES)
 def test_fn_returns_another_tree(case, memory):
     def stream():
@@ -287,7 +287,7 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("case", EDITS)
 def test_fn_edits(case, memory):
     fault, what = EDITS[case]
@@ -305,7 +305,7 @@ def test_fn_edits_its_source_which_is_also_its_target():
 
 
 @pytest.mark.parametrize("name", ["x2", "other"])
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_fn_edits_a_kept_stream(name, memory):
     """The target, and a stream that the update has nothing to do with."""
     streams = {"x1": draw(), "x2": draw(), "other": draw()}
@@ -320,7 +320,7 @@ def test_fn_edits_a_kept_stream(name, memory):
         rg.run(updates, streams, memory=memory)
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_fn_edits_what_its_own_gradient_needs(memory):
     """Ordinary autograd refuses it too; the hooks would hide it."""
     net = Net(memory, fault=lambda x, y, context: y.sigmoid().mul_(2))
@@ -343,7 +343,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("case", CHANGES)
 def test_changed_between_forward_and_backward(case, memory):
     change, what = CHANGES[case]
@@ -356,7 +356,7 @@ def test_changed_between_forward_and_backward(case, memory):
     assert_next_step_is_right(net)
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_switched_from_eval_to_train(memory):
     net = Net(memory).eval()
     loss = net.loss()
@@ -365,7 +365,7 @@ def test_switched_from_eval_to_train(memory):
         loss.backward()
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize(
     "fn_of", [lambda w: lambda x: (x * w).tanh(), lambda w: lambda x: (x + w).tanh()], ids=["saved", "not saved"]
 )
@@ -400,7 +400,7 @@ class Writer(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("steps", [0, 1])
 def test_weight_of_a_fn_that_writes_to_buffers_changed(steps, memory):
     """However the engine gets at what such a fn saved, in its first step and later."""
@@ -413,7 +413,7 @@ def test_weight_of_a_fn_that_writes_to_buffers_changed(steps, memory):
         loss.backward()
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_side_input_changed(memory):
     net = Net(memory)
     loss = net.loss()
@@ -469,7 +469,7 @@ PATHS = {
 
 @pytest.mark.parametrize(
     ("case", "memory"),  # checkpoint undoes nothing, so what fn returns the second time is of no consequence
-    [(case, memory) for case in PATHS for memory in POLICIES if (case, memory) != ("returns another shape", "checkpoint")],
+    [(case, memory) for case in PATHS for memory in REPLAYED if (case, memory) != ("returns another shape", "checkpoint")],
 )
 def test_another_path_in_the_second_run(case, memory):
     fault, what = PATHS[case]
@@ -481,7 +481,7 @@ def test_another_path_in_the_second_run(case, memory):
     assert_next_step_is_right(net)
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("first", [0, 1])
 def test_draws_more_or_other_numbers_in_the_second_run(first, memory):
     """Here what is saved is the same in number and kind."""
@@ -515,7 +515,7 @@ def raising(kind, second):
     return fault
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("second", [False, True], ids=["first run", "second run"])
 @pytest.mark.parametrize("kind", [ValueError, Interrupt])
 def test_exception_inside_fn(kind, second, memory):
@@ -533,7 +533,7 @@ def test_exception_inside_fn(kind, second, memory):
     assert_next_step_is_right(net)
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("second", [False, True], ids=["first run", "second run"])
 def test_buffers_after_an_exception(second, steps, memory):
@@ -558,7 +558,7 @@ def test_buffers_after_an_exception(second, steps, memory):
     assert [int(t) for fn in fns for t in (fn.small[0, 0], fn.large[0, 0], fn.replaced)] == [2 + steps + (second and steps)] * 9
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("second", [False, True], ids=["first run", "second run"])
 def test_exception_under_autocast(second, memory):
     """Forward inside autocast and no attention backend but math, backward outside of both."""

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support import POLICIES, rg
+from support import REPLAYED, rg
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
@@ -57,7 +57,7 @@ class Branch(nn.Module):
         return self.drop(self.norm(self.linear(x + context)) * self.table)
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("rule", [rg.Add(), rg.Affine()], ids=["add", "affine"])
 def test_runs_under_fake_tensor_mode(memory, rule):
     """Forward and backward without data, far beyond the memory of this machine: shapes, dtypes and devices are right."""
@@ -87,7 +87,7 @@ def test_runs_under_fake_tensor_mode(memory, rule):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_fake_tensors_tell_another_path(memory):
     """The second run is checked there as well, so the fake run above did run it."""
     with FakeTensorMode():

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import POLICIES, WIDTH, assert_same, draw, gradients, loss_of, parameters, rg
+from support import REPLAYED, WIDTH, assert_same, draw, gradients, loss_of, parameters, rg
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -90,7 +90,7 @@ def compare(memory, device, dtype, forward_in, backward_in, dropout=0.0, scaler=
 
 
 @pytest.mark.parametrize(("forward_in", "backward_in"), [(True, False), (True, True), (False, True)])
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_autocast(memory, forward_in, backward_in):
     """bfloat16 on the CPU, around the forward pass, the backward pass or both: fn sees the same dtypes twice, those of store."""
     seen = compare(memory, "cpu", torch.bfloat16, forward_in, backward_in)
@@ -99,7 +99,7 @@ def test_autocast(memory, forward_in, backward_in):
 
 
 @pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_autocast_steps(memory, cache):
     """Some steps of training, weights cast once per forward pass or for each use: no cast outlives the weight it was made of."""
 
@@ -122,7 +122,7 @@ def test_autocast_steps(memory, cache):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_attention_backend(memory, where, device):
     """`sdpa_kernel(MATH)` around one of the two passes alone: the second run uses the backend of the first."""
@@ -148,7 +148,7 @@ def test_attention_backend(memory, where, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backward_in", [False, True])
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_cuda_autocast(memory, backward_in, dtype):
     """bf16 and fp16 on the device, with dropout and a scaled loss; the same dtypes as store."""
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, enabled=dtype is torch.float16)
@@ -157,7 +157,7 @@ def test_cuda_autocast(memory, backward_in, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_grad_scaler_steps(memory):
     """Steps with a GradScaler, one of which it skips for its infinities: the same weights and scales as store."""
     results = []
@@ -183,7 +183,7 @@ def test_grad_scaler_steps(memory):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_cuda_dropout(memory):
     """Two forward passes before two backwards on the device, with dropout: the masks of the forward pass; afterwards the
     generator stands where store leaves it."""

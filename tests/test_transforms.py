@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from support import POLICIES, WIDTH, assert_same, draw, gradients, loss_of, mlps, parameters, rg
+from support import POLICIES, REPLAYED, WIDTH, assert_same, draw, gradients, loss_of, mlps, parameters, rg
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp
 from torch.utils._pytree import tree_leaves
@@ -59,7 +59,7 @@ def dual(net, x, v):
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_runs_as_store(memory, name):
     """The values of the same transform of the equations by hand; one warning per call; afterwards the net reverses again."""
     fns = mlps(4)
@@ -161,7 +161,7 @@ def by_vmap(out, wanted, rows, **kwargs):
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("batched", [by_flag, by_vmap])
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", REPLAYED)
 def test_batched_grads(memory, batched, create_graph, dropout):
     """Backward under vmap: fn runs again outside of it, once for all rows, with the same dropout."""
     fns = mlps(4, dropout)

@@ -3,6 +3,7 @@
 from . import check, wirings
 from .engine import invert, run
 from .errors import ProgramError, ReplayError, RetrogradeError
+from .memory import Anchor, Budget, ReverseAbove, StoreLast
 from .modules import Reversible, ReversibleSequence
 from .replay import replaying
 from .update import ALL, Add, Affine, Rule, Update
@@ -13,12 +14,16 @@ __all__ = [
     "ALL",
     "Add",
     "Affine",
+    "Anchor",
+    "Budget",
     "ProgramError",
     "ReplayError",
     "RetrogradeError",
+    "ReverseAbove",
     "Reversible",
     "ReversibleSequence",
     "Rule",
+    "StoreLast",
     "Update",
     "check",
     "invert",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,8 @@ class Report:
             return f"gradients agree with memory='store' (largest relative error {self.worst:.1e})"
         name = max(self.errors, key=lambda key: self.errors[key], default=None)
         worst = f"; largest relative error {self.worst:.1e}, of {name}" if name else ""
-        return f"gradients differ from memory='store'{worst}\nfirst at {self.first or 'an unknown update'}: {self.cause}"
+        where = f"\nfirst (backward goes from the last update to update 0) at {self.first}: " if self.first else ": "
+        return f"gradients differ from memory='store'{worst}{where}{self.cause}"
 
 
 def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
@@ -54,6 +56,8 @@ def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
     >>> rg.check.gradients(net, torch.randn(2, 4)).ok
     True
     """
+    if not isinstance(net, nn.Module):
+        raise ProgramError(f"a module is needed, got a {type(net).__name__}. Put a list of updates into rg.Reversible")
     programs = [m for m in net.modules() if isinstance(m, (Reversible, ReversibleSequence))]
     if not programs:
         raise ProgramError(f"{type(net).__name__} contains no rg.Reversible and no rg.ReversibleSequence")
@@ -72,6 +76,8 @@ def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
         for program, policy in zip(programs, policies, strict=True):
             program.memory = policy
     total = sum(float(g.double().square().sum()) for g in true.values()) ** 0.5
+    if not math.isfinite(total):
+        return Report(ok=False, cause="gradients are not finite under memory='store' either")
     errors = {name: _relative(mine[name], true[name], total * _noise(true[name])) for name in true}
     bad = [name for name in true if not errors[name] <= _tolerance(true[name])]
     if not bad:

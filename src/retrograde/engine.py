@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from . import errors
 from . import memory as policies
 from .arithmetic import check_arithmetic
 from .call import Streams, call, fitting
+from .purse import Purse
 from .recover import Context, Run
-from .streams import dense, each
+from .streams import dense, each, tensors
 from .update import Program, Update
 
 
@@ -64,24 +66,27 @@ def _outside_trace(*args: Any) -> Streams:
 def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arithmetic: str) -> Streams:
     program = updates if isinstance(updates, Program) else Program(updates)
     check_arithmetic(arithmetic)
+    if side is not None and not isinstance(side, Mapping):
+        raise errors.ProgramError(f"side must be a dict of side inputs by name, got a {type(side).__name__}")
     side = dict(side or {})
     program.check(streams, side)
     stretches = policies.plan(memory, len(program.updates), streams)
     state = {name: dense(value) if name in program.names else value for name, value in streams.items()}
     if not torch.is_grad_enabled():
-        stretches = [("store", len(program.updates))]
+        stretches = [("store", len(program.updates), None)]
     elif _transformed():
-        if any(kind != "store" for kind, _ in stretches):
+        if any(kind != "store" for kind, _, _ in stretches):
             warnings.warn(
                 "saved-tensor hooks are not allowed under torch.func transforms and forward-mode AD: "
                 "this program runs as memory='store'",
                 stacklevel=3,
             )
-        stretches = [("store", len(program.updates))]
-    start = 0
-    for kind, count in stretches:
-        _STRETCH[kind](program, range(start, start + count), state, side)
-        start += count
+        stretches = [("store", len(program.updates), None)]
+    with _all_or_nothing(side, any(kind != "store" for kind, _, _ in stretches)) as context:
+        start = 0
+        for kind, count, limit in stretches:
+            _STRETCH[kind](program, range(start, start + count), state, side, context, limit)
+            start += count
     if stretches[-1][0] != "reverse":  # what the caller gets is no source of the last updates, under any policy
         for name in {update.target for update in program.updates}:
             state[name] = each(lambda t: t.view_as(t) if t.requires_grad else t, state[name])
@@ -95,7 +100,7 @@ def _transformed() -> bool:
 # -- the kinds of stretches --------------------------------------------------------------------------------------------
 
 
-def _store(program: Program, indices: range, state: Streams, side: Streams) -> None:
+def _store(program: Program, indices: range, state: Streams, side: Streams, _: Any, __: Any) -> None:
     """Ordinary autograd."""
     for index in indices:
         update = program.updates[index]
@@ -104,29 +109,34 @@ def _store(program: Program, indices: range, state: Streams, side: Streams) -> N
         state[update.target] = update.rule.apply(target, fitting(index, update, target, out))
 
 
-def _reverse(program: Program, indices: range, state: Streams, side: Streams) -> None:
-    """Keep the final streams alone."""
-    with _all_or_nothing(side) as context:
-        runs: dict[str, Run] = {}
-        for index in indices:
-            name = program.components[index]
-            if name not in runs:
-                runs[name] = Run(context)
-            runs[name].forward(index, program.updates[index], state)
-        for made in runs.values():
-            made.keep_finals(state)
+def _reverse(program: Program, indices: range, state: Streams, _: Any, context: Context, limit: int | None) -> None:
+    """Keep the final streams alone; with a limit, also what the last updates saved."""
+    purse = None if limit is None else Purse(limit, [t for name in program.names for t in tensors(state[name])])
+    runs: dict[str, Run] = {}
+    for index in indices:
+        name = program.components[index]
+        if name not in runs:
+            runs[name] = Run(context, purse=purse)
+        runs[name].forward(index, program.updates[index], state)
+    for made in runs.values():
+        made.keep_finals(state)
 
 
-def _checkpoint(program: Program, indices: range, state: Streams, side: Streams) -> None:
+def _checkpoint(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> None:
     """Keep the sources of each update: a run of its own for each, and nothing to undo."""
-    with _all_or_nothing(side) as context:
-        for index in indices:
-            Run(context, keeps_sources=True).forward(index, program.updates[index], state)
+    for index in indices:
+        Run(context, keeps_sources=True).forward(index, program.updates[index], state)
+
+
+_STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint}
 
 
 @contextlib.contextmanager
-def _all_or_nothing(side: Streams) -> Iterator[Context]:
-    """If fn fails, the random generators and the buffers are as they were before the stretch."""
+def _all_or_nothing(side: Streams, needed: bool) -> Iterator[Context | None]:
+    """If fn fails, random generators and buffers are as they were before the run; ordinary autograd promises no such thing."""
+    if not needed:
+        yield None
+        return
     context = Context(side)
     try:
         yield context
@@ -137,6 +147,3 @@ def _all_or_nothing(side: Streams) -> Iterator[Context]:
         raise
     finally:
         context.forget()
-
-
-_STRETCH = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint}

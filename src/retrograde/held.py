@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def parts(modules: list[nn.Module]) -> list[nn.Module]:
@@ -42,6 +43,14 @@ class Held:
                 self._look_beside(module)
         if len(self.roots) > 1:
             self.modules = parts(self.roots)
+
+    def own_tensors(self) -> Iterable[Tensor]:
+        """Parameters and buffers, and what fn holds besides."""
+        yield from self.tensors
+        for module in self.modules:
+            for t in (*module._parameters.values(), *module._buffers.values()):
+                if t is not None and not is_lazy(t):
+                    yield t
 
     def _look_beside(self, module: nn.Module) -> None:
         """What a module holds without registering it: in its attributes, and the modules its forward takes from around it."""

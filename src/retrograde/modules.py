@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .arithmetic import check_arithmetic
 from .engine import invert, run
 from .errors import ProgramError, unknown
-from .memory import check_memory
+from .memory import check_memory, settled
 from .streams import each, flatten, unflatten
 from .update import ALL, Program, Update
 from .wirings import pair
@@ -95,7 +95,8 @@ class ReversibleSequence(_Net):
     """Pair blocks one after the other: x1 += f(x2), x2 += g(x1) for each (f, g) in `blocks`.
 
     - `split`: how the input becomes x1 and x2, "copy" (both are the input) or "chunk" (its halves along `dim`).
-    - `merge`: how x1 and x2 become the output, "mean", "sum", "cat" (along `dim`), or None for the tuple of both.
+    - `merge`: how x1 and x2 become the output, "mean", "sum", "cat" (along `dim`; with "chunk" the one that keeps the shape),
+      or None for the tuple of both.
     - `route`: where side inputs go. `(to_f, to_g)` for all of them, or {name: one (to_f, to_g) per block}.
 
     >>> import torch, retrograde as rg
@@ -163,7 +164,8 @@ class ReversibleSequence(_Net):
     def forward(self, x: Any, /, **side: Any) -> Any:
         program = self._program_for(side)
         x1, x2 = (x, x) if self.split == "copy" else self._halves(x)
-        out = run(program, {"x1": x1, "x2": x2}, side, memory=self.memory, arithmetic=self.arithmetic)
+        memory = settled(self.memory, x)  # measured on the input, not on its halves
+        out = run(program, {"x1": x1, "x2": x2}, side, memory=memory, arithmetic=self.arithmetic)
         x1, x2 = out["x1"], out["x2"]
         if self.merge is None:
             return x1, x2
@@ -177,8 +179,11 @@ class ReversibleSequence(_Net):
         program = self._program_for(side)
         if self.merge in ("mean", "sum"):
             raise ProgramError(f"merge={self.merge!r} keeps one number of two, so it cannot be undone. Use merge='cat' or None")
+        if self.merge is None and not (isinstance(y, (tuple, list)) and len(y) == 2):
+            raise ProgramError(f"under merge=None the inverse takes the pair that forward returned, got a {type(y).__name__}")
         y1, y2 = y if self.merge is None else self._halves(y)
-        first = invert(program, {"x1": y1, "x2": y2}, side, memory=self.memory, arithmetic=self.arithmetic)
+        memory = settled(self.memory, y)
+        first = invert(program, {"x1": y1, "x2": y2}, side, memory=memory, arithmetic=self.arithmetic)
         if self.split == "copy":
             return first["x1"]
         return each(lambda a, b: torch.cat((a, b), self.dim), first["x1"], first["x2"])
@@ -204,14 +209,15 @@ class ReversibleSequence(_Net):
 
 
 def _block(index: int, block: Any) -> nn.Module:
-    if isinstance(block, nn.Module) and not isinstance(block, (nn.ModuleList, nn.Sequential)):
+    if isinstance(block, nn.Module) and not isinstance(block, nn.ModuleList):
         if callable(getattr(block, "f", None)) and callable(getattr(block, "g", None)):
             return block
     elif isinstance(block, Iterable):
         fns = list(block)
-        if len(fns) == 2 and all(map(callable, fns)):
+        if len(fns) == 2 and all(callable(fn) and not isinstance(fn, type) for fn in fns):
             return Block(*fns)
-    raise ProgramError(f"block {index} is not a pair of callables (f, g): {type(block).__name__} {block!r}")
+    size = f" of {len(block)}" if isinstance(block, (tuple, list)) else ""
+    raise ProgramError(f"block {index} is a {type(block).__name__}{size}, not a pair of callables (f, g)")
 
 
 def _checked_route(route: Any, depth: int) -> Any:

@@ -31,6 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from . import errors
 from .call import Streams, call, fitting, version_of
 from .held import Held
+from .purse import Purse
 from .replay import Draws, generators, modes, second_run
 from .sight import Sight
 from .streams import detached, flatten, tensors, unflatten, with_strides
@@ -151,9 +152,10 @@ class Keep(torch.autograd.Function):
 class Run:
     """Some connected updates in one forward pass. Autograd's graph owns it; it owns nothing of the graph."""
 
-    def __init__(self, context: Context, keeps_sources: bool = False):
+    def __init__(self, context: Context, keeps_sources: bool = False, purse: Purse | None = None):
         self.context = context
         self.keeps_sources = keeps_sources
+        self.purse = purse
         self.records: list[Record] = []
         self.live: list[Tensor] | None = None  # saved by the update that is in its first run
         self.vault: Callable[[], Tensor | None] = lambda: None  # weak: a strong one would be a cycle that gc cannot see
@@ -181,6 +183,8 @@ class Run:
         record.target_grads = [t.requires_grad for t in tensors(target)] if rule.saves else []
         live: list[Tensor] = []
         pack = _packer(live, record.versions)
+        if self.purse is not None:
+            pack = self.purse.watching(pack, [*held.own_tensors(), *context.tensors])
         self.live = live
         try:
             with saved_tensors_hooks(pack, self.unpacker(record)):
@@ -188,7 +192,8 @@ class Run:
                 fitting(index, update, target, out)
                 applied = rule.apply(target, out) if rule.saves and not self.keeps_sources else None
             record.sight.after()
-            if not record.sight.repeatable:
+            bought = self.purse is not None and self.purse.buys(record, record.where, tensors(target))
+            if bought or not record.sight.repeatable:
                 record.values, record.before = [t.detach() for t in live], detached(target)
             record.meta = _describe(live, context.known)
             if [t._version for t in live] != record.versions:
@@ -289,10 +294,6 @@ class Run:
             return list(self.live)  # in its first run: fn itself calls autograd.grad
         if j in record.stale:
             raise errors.edited_inside(record.where, record.meta[j][0])
-        if record.values is not None:
-            if record.values[j]._version != record.versions[j]:
-                raise errors.changed_since(record.where, f"a tensor of shape {tuple(record.meta[j][0])} that fn holds on to")
-            return list(record.values)
         number = record.number
         with _LOCK:
             walk = self.walks.get(torch._C._current_graph_task_id())
@@ -312,13 +313,26 @@ class Run:
             walk.finished = number == self.lowest
             return record.ready
 
+    def stored(self, walk: Walk, record: Record) -> list[Tensor | None]:
+        """An update that needs no second run."""
+        values: list[Any] = record.values or []
+        for t, version, (shape, _, _) in zip(values, record.versions, record.meta, strict=True):
+            if t._version != version:
+                what = record.sight.difference() or f"a tensor of shape {tuple(shape)} that fn holds on to"
+                raise errors.changed_since(record.where, what)
+        if not self.keeps_sources:
+            walk.state[record.update.target] = record.before
+        walk.at = record.number
+        if record.sight.repeatable and not _keep_graph():
+            record.values = record.before = None  # the walk has them now; asked for again, fn runs again
+        return list(values)
+
     def again(self, walk: Walk, number: int) -> list[Tensor | None]:
         """The second run of an update: collects what fn saves, and undoes the update unless that is done."""
         context, record, state = self.context, self.records[number], walk.state
         update, rule = record.update, record.update.rule
         if record.values is not None:
-            state[update.target], walk.at = record.before, number
-            return []
+            return self.stored(walk, record)
         difference = record.sight.difference()
         if difference:
             raise errors.changed_since(record.where, difference)

@@ -124,12 +124,24 @@ class Update:
     rule: Rule = field(default_factory=Add)
 
     def __post_init__(self) -> None:
-        sources = (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
+        sources = (self.sources,) if isinstance(self.sources, str) else self.sources
+        names = (self.target, *sources) if isinstance(sources, (tuple, list)) else (self.target, sources)
+        if not all(isinstance(name, str) for name in names):
+            raise ProgramError(
+                f"rg.Update(target, fn, sources) needs names of streams for target and sources, got {_short(self.target)} and "
+                f"{_short(self.sources)}"
+            )
+        sources = tuple(sources)
         object.__setattr__(self, "sources", sources)
         if not isinstance(self.rule, Rule):
-            raise ProgramError(f"{self.target}: rule must be an instance like rg.Add() or rg.Affine(), got {self.rule!r}")
-        if not callable(self.fn):
-            raise ProgramError(f"{self}: fn is a {type(self.fn).__name__}, not callable")
+            raise ProgramError(f"{self.target}: rule must be an instance of rg.Rule like rg.Add(), got {_short(self.rule)}")
+        if not callable(self.fn) or isinstance(self.fn, type):
+            what = (
+                f"the class {self.fn.__name__}, not an instance"
+                if isinstance(self.fn, type)
+                else f"{_short(self.fn)}, not callable"
+            )
+            raise ProgramError(f"{self}: fn is {what}")
         if not sources:
             raise ProgramError(f"{self}: no sources. Name the streams that fn reads")
         if self.target in sources:
@@ -158,14 +170,21 @@ class Update:
         return replace(self, rule=rule)
 
 
+def _short(value: object) -> str:
+    return repr(value) if isinstance(value, (str, int, float, type(None), type)) else f"a {type(value).__name__}"
+
+
 class Program:
     """A list of updates, checked once: what `run` makes of a plain list, and what modules keep."""
 
     def __init__(self, updates: Iterable[Update]):
+        if isinstance(updates, (Update, nn.Module)):
+            way_out = "Put it into a list" if isinstance(updates, Update) else "Call the module itself, or its inverse"
+            raise ProgramError(f"a list of updates is needed, got {_short(updates)}. {way_out}")
         self.updates = tuple(updates)
         for index, update in enumerate(self.updates):
             if not isinstance(update, Update):
-                raise ProgramError(f"update {index} is a {type(update).__name__}, not an rg.Update: {update!r}")
+                raise ProgramError(f"update {index} is {_short(update)}, not an rg.Update")
         if not self.updates:
             raise ProgramError("no updates: a reversible program needs at least one")
         self.names = {name for update in self.updates for name in (update.target, *update.sources)}
@@ -194,7 +213,7 @@ class Program:
         for name in self.names & streams.keys():
             for t in flatten(streams[name])[0]:
                 if not isinstance(t, Tensor):
-                    raise ProgramError(f"the stream {name!r} holds {t!r} of type {type(t).__name__}, where a tensor must be")
+                    raise ProgramError(f"the stream {name!r} holds {_short(t)} where a tensor must be")
         if not self.names <= streams.keys():
             for index, update in enumerate(self.updates):
                 for name in (update.target, *update.sources):
