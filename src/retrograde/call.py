@@ -31,8 +31,8 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
             error.add_note("torch.func transforms inside fn need memory='store', or torch.autograd.grad in their place")
         raise
     if list(map(version_of, watched)) != versions:
-        t = next(t for t, version in zip(watched, versions, strict=True) if version_of(t) != version)
-        raise errors.edited_by_fn(errors.at(index, update), _name_of(t, update, state, kwargs))
+        edited = {id(t) for t, version in zip(watched, versions, strict=True) if version_of(t) != version}
+        raise errors.edited_by_fn(errors.at(index, update), _name_of(edited, update, state, kwargs))
     if observer is not None:
         observer(index, update, sources, out)
     return out
@@ -42,11 +42,11 @@ def version_of(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def _name_of(t: Tensor, update: Update, state: Streams, kwargs: Mapping[str, Any]) -> str:
+def _name_of(edited: set[int], update: Update, state: Streams, kwargs: Mapping[str, Any]) -> str:
     for name in (*update.sources, *state):
-        if any(t is leaf for leaf in tensors(state[name])):
+        if any(id(t) in edited for t in tensors(state[name])):
             return f"its source {name!r}" if name in update.sources else f"the stream {name!r}"
-    return next(f"the side input {name!r}" for name, value in kwargs.items() if any(t is leaf for leaf in tensors(value)))
+    return next(f"the side input {name!r}" for name, value in kwargs.items() if any(id(t) in edited for t in tensors(value)))
 
 
 def fitting(index: int, update: Update, target: Any, out: Any) -> Any:

@@ -75,7 +75,7 @@ def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
     finally:
         for program, policy in zip(programs, policies, strict=True):
             program.memory = policy
-    total = sum(float(g.double().square().sum()) for g in true.values()) ** 0.5
+    total = sum(float(g.abs().double().square().sum()) for g in true.values()) ** 0.5
     if not math.isfinite(total):
         return Report(ok=False, cause="gradients are not finite under memory='store' either")
     errors = {name: _relative(mine[name], true[name], total * _noise(true[name])) for name in true}
@@ -135,7 +135,9 @@ class _Log:
 def _gradients(net: nn.Module, inputs: Any, side: dict[str, Any]) -> dict[str, Tensor]:
     """All gradients of net under fixed random cotangents, by name; everything is put back."""
     flat, spec = tree_flatten((inputs, side))
-    flat = [t.detach().clone().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t for t in flat]
+    flat = [
+        t.detach().clone().requires_grad_(t.is_floating_point() or t.is_complex()) if isinstance(t, Tensor) else t for t in flat
+    ]
     draws = Draws(generators(flat) + Held(net).generators)
     before = [(m._buffers, name, b, b.detach().clone()) for m in net.modules() for name, b in m._buffers.items() if b is not None]
     wanted = {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -157,6 +159,7 @@ def _gradients(net: nn.Module, inputs: Any, side: dict[str, Any]) -> dict[str, T
 
 def _relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     """The error of `a` against the size of `b`, or against `least` where that is more."""
+    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
     a, b = a.double(), b.double()
     scale = max(float(b.norm()), least)
     apart = float((a - b).norm())

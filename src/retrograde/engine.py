@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import errors
 from . import memory as policies
@@ -71,7 +72,7 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
     side = dict(side or {})
     program.check(streams, side)
     stretches = policies.plan(memory, len(program.updates), streams)
-    state = {name: dense(value) if name in program.names else value for name, value in streams.items()}
+    state = _distinct({name: dense(value) if name in program.names else value for name, value in streams.items()}, side)
     if not torch.is_grad_enabled():
         stretches = [("store", len(program.updates), None)]
     elif _transformed():
@@ -87,10 +88,25 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
         for kind, count, limit in stretches:
             _STRETCH[kind](program, range(start, start + count), state, side, context, limit)
             start += count
+        if context is not None:
+            context.check_side()
     if stretches[-1][0] != "reverse":  # what the caller gets is no source of the last updates, under any policy
         for name in {update.target for update in program.updates}:
             state[name] = each(lambda t: t.view_as(t) if t.requires_grad else t, state[name])
     return state
+
+
+def _distinct(state: Streams, side: Streams) -> Streams:
+    """No two streams or side inputs are the same tensor: recovered ones are not, and some fns look (`q is k`)."""
+    seen = {id(t) for value in side.values() for t in tensors(value)}
+
+    def fresh(t: Tensor) -> Tensor:
+        if id(t) in seen:
+            return t.view_as(t)
+        seen.add(id(t))
+        return t
+
+    return {name: each(fresh, value) for name, value in state.items()}
 
 
 def _transformed() -> bool:

@@ -57,8 +57,20 @@ def edited_output(what: str) -> ReplayError:
     )
 
 
-def freed() -> ReplayError:
+class Freed(ReplayError):
+    """What the walk would start from is gone."""
+
+
+def stuck(where: str) -> ReplayError:
     return ReplayError(
+        "another thread has been inside a second run for minutes, perhaps waiting for this one: a fn that calls autograd itself, "
+        "on several devices. Use memory='store' for that program",
+        where,
+    )
+
+
+def freed() -> Freed:
+    return Freed(
         "the activations of this program are gone: its graph has been through a backward pass, or all of its outputs were "
         "deleted. Use retain_graph=True in the first backward, and keep the outputs until the last"
     )

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 
+def home_of(t: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
+
+
 def parts(modules: list[nn.Module]) -> list[nn.Module]:
     """The modules and all that they are made of, each once."""
     found = list(modules)
@@ -27,16 +32,19 @@ def parts(modules: list[nn.Module]) -> list[nn.Module]:
 class Held:
     """Modules with all their parts, and tensors and random generators outside of them."""
 
-    __slots__ = ("generators", "modules", "roots", "tensors")
+    __slots__ = ("generators", "loose", "modules", "roots", "tensors")
 
-    def __init__(self, fn: Any):
+    def __init__(self, fn: Any, rule: Any = None):
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
         self.roots: list[nn.Module] = []
-        if isinstance(fn, nn.Module):
-            self.roots.append(fn)
-        else:
+        self.loose = not isinstance(fn, nn.Module)  # it may hold more than it uses: a method of the whole model, say
+        if self.loose:
             self._look_into(fn)
+        else:
+            self.roots.append(fn)
+        if rule is not None and rule.__dict__:
+            self._look_into(rule)
         self.modules = parts(self.roots)
         for module in self.modules:
             if not type(module).__module__.startswith("torch."):  # torch's own hold nothing else
@@ -55,16 +63,16 @@ class Held:
     def _look_beside(self, module: nn.Module) -> None:
         """What a module holds without registering it: in its attributes, and the modules its forward takes from around it."""
         for name, value in module.__dict__.items():
-            if name not in _STANDARD and isinstance(value, _TELLING):
-                self._look_into(value)
+            if name not in _STANDARD and not isinstance(value, _TELLING_NOTHING):
+                self._look_into(value, 3)
         forward = type(module).forward
         if isinstance(forward, types.FunctionType):
             around = forward.__globals__
             self.roots += [around[name] for name in forward.__code__.co_names if isinstance(around.get(name), nn.Module)]
 
-    def _look_into(self, fn: Any) -> None:
+    def _look_into(self, fn: Any, depth: int = 0) -> None:
         """A function, a method, a partial or any object: through closures, defaults, attributes and containers."""
-        todo: list[tuple[Any, int]] = [(fn, 0)]
+        todo: list[tuple[Any, int]] = [(fn, depth)]
         done: set[int] = set()
         while todo:
             thing, depth = todo.pop()
@@ -82,7 +90,7 @@ class Held:
 
 
 _STANDARD = frozenset(nn.Module().__dict__)
-_TELLING = (torch.Generator, Tensor, list, tuple, dict, functools.partial, types.MethodType)
+_TELLING_NOTHING = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
 
 
 def _inside(thing: Any) -> Iterable[Any]:
@@ -101,7 +109,8 @@ def _inside(thing: Any) -> Iterable[Any]:
         return thing.values()
     if isinstance(thing, (type, types.ModuleType)) or type(thing).__module__.partition(".")[0] in ("builtins", "torch"):
         return ()
-    return getattr(thing, "__dict__", {}).values()
+    slots = [getattr(thing, name, None) for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(thing, "__dict__", {}).values(), *slots]
 
 
 def _filled(cell: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,21 @@ class Block(nn.Module):
         super().__init__()
         self.f, self.g = f, g
 
+    def forward(self, name: str, /, *args: Any, **side: Any) -> Any:
+        """f or g, with the hooks of the block around it: this is how `fully_shard(block)` comes to gather its parameters."""
+        return getattr(self, name)(*args, **side)
+
+
+class _Through:
+    """f or g, called through a block that has hooks."""
+
+    def __init__(self, block: nn.Module, name: str):
+        self.block, self.name = block, name
+        self.__name__ = type(getattr(block, name)).__name__
+
+    def __call__(self, *args: Any, **side: Any) -> Any:
+        return self.block(self.name, *args, **side)
+
 
 class ReversibleSequence(_Net):
     """Pair blocks one after the other: x1 += f(x2), x2 += g(x1) for each (f, g) in `blocks`.
@@ -146,13 +161,13 @@ class ReversibleSequence(_Net):
                 raise ProgramError(f"no fn takes the side input {names}; routed: {', '.join(sorted(routed)) or 'none'}")
         elif side and not any(self.route):
             raise ProgramError(f"no fn takes side inputs under route={self.route}, got {', '.join(sorted(side))}")
-        made_of = [self.route, *side, *(fn for block in self.blocks for fn in (block.f, block.g))]
+        made_of = [self.route, *side, *(part for block in self.blocks for part in (block.f, block.g, _has_hooks(block)))]
         if made_of != self._made_of:
             self._made_of = made_of
             self._program = Program(
                 update
                 for depth, block in enumerate(self.blocks)
-                for update in pair(cast(Any, block.f), cast(Any, block.g), takes=self._takes(depth, side))
+                for update in pair(*_functions(depth, block), takes=self._takes(depth, side))
             )
         return self._program
 
@@ -218,6 +233,21 @@ def _block(index: int, block: Any) -> nn.Module:
             return Block(*fns)
     size = f" of {len(block)}" if isinstance(block, (tuple, list)) else ""
     raise ProgramError(f"block {index} is a {type(block).__name__}{size}, not a pair of callables (f, g)")
+
+
+def _has_hooks(block: nn.Module) -> bool:
+    return bool(block._forward_pre_hooks or block._forward_hooks or block._backward_pre_hooks or block._backward_hooks)
+
+
+def _functions(depth: int, block: Any) -> tuple[Any, Any]:
+    if not _has_hooks(block):
+        return block.f, block.g
+    if not isinstance(block, Block):
+        raise ProgramError(
+            f"block {depth}, a {type(block).__name__}, has hooks that would never run, as its f and g are called one by one. "
+            "Give the pair (block.f, block.g) instead, or put the hooks there: fully_shard([block.f, block.g])"
+        )
+    return _Through(block, "f"), _Through(block, "g")
 
 
 def _checked_route(route: Any, depth: int) -> Any:

@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import ProgramError
+from .held import home_of
 
 
 class Purse:
@@ -30,7 +32,7 @@ class Purse:
 
     def watching(self, pack: Callable[[Tensor], int], foreign: Iterable[Tensor]) -> Callable[[Tensor], int]:
         """The pack hook of a fn, which now makes room as it goes."""
-        self.growing, self.foreign = {}, {_home(t) for t in foreign}
+        self.growing, self.foreign = {}, {home_of(t) for t in foreign}
 
         def watched(t: Tensor) -> int:
             self._grow(t)
@@ -59,8 +61,8 @@ class Purse:
         return True
 
     def _grow(self, t: Tensor) -> None:
-        if _home(t) not in self.foreign:
-            self.growing[_home(t)] = t.untyped_storage().nbytes()
+        if home_of(t) not in self.foreign:
+            self.growing[home_of(t)] = t.untyped_storage().nbytes() if t.layout is torch.strided else t.numel() * t.element_size()
 
     def _make_room(self, extra: int) -> bool:
         while self.stored and self.base + self.total + self.largest + extra > self.limit:
@@ -72,7 +74,3 @@ class Purse:
                     del self.holders[key]
                     self.total -= size
         return self.base + self.total + self.largest + extra <= self.limit
-
-
-def _home(t: Tensor) -> int:
-    return t.untyped_storage()._cdata

@@ -30,9 +30,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from . import errors
 from .call import Streams, call, fitting, version_of
-from .held import Held
+from .held import home_of
 from .purse import Purse
-from .replay import Draws, generators, modes, second_run
+from .replay import Draws, generators, modes, modules_called, second_run
 from .sight import Sight
 from .streams import detached, flatten, tensors, unflatten, with_strides
 from .update import Update
@@ -54,6 +54,15 @@ class Context:
         self.sights: list[Sight] = []
         self.known: dict[Any, Any] = {}  # each (shape, dtype, device) once
 
+    def check_side(self) -> None:
+        """fns may have put something into a list or a dict: no version tells."""
+        if self.side_spec.num_nodes > 1 + len(self.others):  # there are such
+            now = tree_flatten(self.side)[0]
+            rest = iter(self.tensors)
+            then = [next(rest) if other is _HOLE else other for other in self.others]
+            if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
+                raise errors.ProgramError("fn changed a list or a dict among the side inputs. Let it return what it has to tell")
+
     def forget(self) -> None:
         """After the forward pass: what is needed again is in the hands of autograd."""
         self.side, self.tensors, self.sights = {}, [], []
@@ -66,6 +75,7 @@ class Context:
 
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 _HOLE = object()
+_PATIENCE = 600.0  # seconds
 _LOCK = threading.RLock()  # one second run at a time: random states and the slots of modules belong to the whole process
 
 
@@ -102,8 +112,12 @@ class Record:
 
     def sources_again(self, state: Streams) -> list[Any]:
         """The recovered sources in the layout and with the flags that fn saw."""
-        sources, i = [], 0
-        for name in self.update.sources:
+        sources, i, names = [], 0, self.update.sources
+        for name in names:
+            if name in names[: len(sources)]:  # twice the same: so it was for fn
+                sources.append(sources[names.index(name)])
+                i += len(flatten(state[name])[0])
+                continue
             flat, spec = flatten(state[name])
             again = []
             for t in flat:
@@ -162,7 +176,8 @@ class Run:
         self.stash: list[tuple[Tensor, int]] | None = None
         self.layout: list[tuple[str, int, TreeSpec | None]] = []
         self.watched: list[tuple[str, weakref.ref[Tensor], int]] = []  # the vault's tensors, to name one that was edited
-        self.walks: dict[int, Walk] = {}
+        self.walks: dict[int, Walk] = {}  # by graph task
+        self.thread = threading.get_ident()
         self.lowest = 0
         self.scattered = False  # over several devices, where the order of backward is not promised
 
@@ -173,10 +188,9 @@ class Run:
         context, rule, target = self.context, update.rule, state[update.target]
         sources = [state[name] for name in update.sources]
         record = Record(index, len(self.records), update)
-        held = Held(update.fn)
-        context.draws.follow(held.generators)
-        record.sight = Sight(held)
-        context.sights.append(record.sight)
+        record.sight = sight = Sight(update.fn, rule)
+        context.draws.follow(sight.held.generators)
+        context.sights.append(sight)
         flat = [t for value in sources for t in tensors(value)]
         record.grads = [t.requires_grad for t in flat]
         record.strides = [t.stride() for t in flat]
@@ -184,16 +198,21 @@ class Run:
         live: list[Tensor] = []
         pack = _packer(live, record.versions)
         if self.purse is not None:
-            pack = self.purse.watching(pack, [*held.own_tensors(), *context.tensors])
+            pack = self.purse.watching(pack, [*sight.held.own_tensors(), *context.tensors])
         self.live = live
         try:
             with saved_tensors_hooks(pack, self.unpacker(record)):
-                out = call(index, update, state, sources, context.side)
+                called = None
+                if sight.held.loose:
+                    with modules_called() as called:
+                        out = call(index, update, state, sources, context.side)
+                else:
+                    out = call(index, update, state, sources, context.side)
                 fitting(index, update, target, out)
                 applied = rule.apply(target, out) if rule.saves and not self.keeps_sources else None
-            record.sight.after()
+            sight.after(called)
             bought = self.purse is not None and self.purse.buys(record, record.where, tensors(target))
-            if bought or not record.sight.repeatable:
+            if bought or not sight.repeatable:
                 record.values, record.before = [t.detach() for t in live], detached(target)
             record.meta = _describe(live, context.known)
             if [t._version for t in live] != record.versions:
@@ -215,6 +234,8 @@ class Run:
     def keep(self, saved: Streams, passed: Any) -> Any:
         """Give `saved` and the side inputs to autograd; returns `passed`, behind the node that keeps them."""
         self.lowest = next((number for number, record in enumerate(self.records) if record.meta), 0)
+        devices = {device for record in self.records for shape, _, device in record.meta if len(shape)}
+        self.scattered = len(devices | {t.device for value in saved.values() for t in tensors(value)}) > 1
         kept: list[Tensor] = []
         for name, value in saved.items():
             flat, spec = flatten(value)
@@ -237,7 +258,11 @@ class Run:
         vault = self.vault()
         try:
             if vault is not None:
-                return list(vault.grad_fn.saved_tensors)  # type: ignore[union-attr]
+                saved = list(vault.grad_fn.saved_tensors)  # type: ignore[union-attr]
+                for (name, _, version), t in zip(self.watched, saved, strict=True):
+                    if version_of(t) > version:  # hooks around the program switch off autograd's own check
+                        raise errors.edited_output(name)
+                return saved
         except RuntimeError as error:  # autograd's version check
             for name, ref, version in self.watched:
                 t = ref()
@@ -256,13 +281,16 @@ class Run:
         rest, state = iter(saved), {}
         for name, count, spec in self.layout:
             state[name] = unflatten([next(rest).detach() for _ in range(count)], spec)
-        walk = Walk(state, self.context.side_again(rest), 0 if self.keeps_sources else len(self.records))
+        walk = Walk(state, self.context.side_again(rest), 0 if self.keeps_sources else len(self.records), self.thread)
+        return self.entered(walk, saved)
+
+    def entered(self, walk: Walk, saved: list[Tensor]) -> Walk:
+        """The walk as that of the graph task that is running, if one is."""
         task = torch._C._current_graph_task_id()
         if task >= 0:
             self.walks[task] = walk
             enrol(walk)
-            self.scattered = len({t.device for value in state.values() for t in tensors(value)}) > 1
-            if self.scattered or torch.is_grad_enabled():  # create_graph: later tasks may come without a Keep node
+            if saved and (self.scattered or torch.is_grad_enabled()):  # create_graph: later tasks may come without a Keep node
                 count = sum(number for _, number, _ in self.layout)
                 self.stash = [(t.detach() if i < count else t, version_of(t)) for i, t in enumerate(saved)]
             torch.autograd.Variable._execution_engine.queue_callback(partial(self.end, task, _keep_graph()))  # type: ignore[attr-defined]
@@ -295,10 +323,12 @@ class Run:
         if j in record.stale:
             raise errors.edited_inside(record.where, record.meta[j][0])
         number = record.number
-        with _LOCK:
+        if not _LOCK.acquire(timeout=_PATIENCE):
+            raise errors.stuck(record.where)
+        try:
             walk = self.walks.get(torch._C._current_graph_task_id())
             if walk is None or walk.at < number or not walk.state:
-                walk = self.begin(self.top())
+                walk = self.another(number)
             walk.clear()
             if not self.scattered:
                 retire(walk)
@@ -312,12 +342,24 @@ class Run:
             walk.filled = record
             walk.finished = number == self.lowest
             return record.ready
+        finally:
+            _LOCK.release()
+
+    def another(self, number: int) -> Walk:
+        """A new walk from the top; or, where that is gone, from where one of an enclosing backward stands."""
+        try:
+            return self.begin(self.top())
+        except errors.Freed:
+            for other in list(self.walks.values()):
+                if other.state and other.at >= number:
+                    return self.entered(Walk(dict(other.state), other.side, other.at, self.thread), [])
+            raise
 
     def stored(self, walk: Walk, record: Record) -> list[Tensor | None]:
         """An update that needs no second run."""
         values: list[Any] = record.values or []
-        for t, version, (shape, _, _) in zip(values, record.versions, record.meta, strict=True):
-            if t._version != version:
+        for j, (t, version, (shape, _, _)) in enumerate(zip(values, record.versions, record.meta, strict=True)):
+            if t._version != version and j not in record.stale:
                 what = record.sight.difference() or f"a tensor of shape {tuple(shape)} that fn holds on to"
                 raise errors.changed_since(record.where, what)
         if not self.keeps_sources:
@@ -325,7 +367,7 @@ class Run:
         walk.at = record.number
         if record.sight.repeatable and not _keep_graph():
             record.values = record.before = None  # the walk has them now; asked for again, fn runs again
-        return list(values)
+        return [None if j in record.stale else t for j, t in enumerate(values)]
 
     def again(self, walk: Walk, number: int) -> list[Tensor | None]:
         """The second run of an update: collects what fn saves, and undoes the update unless that is done."""
@@ -344,7 +386,7 @@ class Run:
             drawn = context.draws.again(record.drawn)
             try:
                 sources = record.sources_again(state)
-                with saved_tensors_hooks(_packer(store, versions), store.__getitem__):
+                with saved_tensors_hooks(_packer(store, versions), _reader(store, record)):
                     out = call(record.index, update, state, sources, walk.side)
                     if walk.at > number:
                         if why := rule.mismatch(before, out):
@@ -367,14 +409,16 @@ class Run:
             raise errors.other_path(record.where, difference)
         if versions != record.versions:
             _check_captured(record, [sources, walk.side, swap.put_in], values, versions)
+        for j in record.stale:
+            values[j] = None  # asked for, it is an error
         return values
 
 
 def _check_captured(record: Record, own: Any, values: list[Any], versions: list[int]) -> None:
     """A saved tensor with another version than in the first run, which is none of our own, was edited from outside."""
-    homes = {t.untyped_storage()._cdata for t in tensors(own)}
+    homes = {home_of(t) for t in tensors(own)}
     for old, new, t in zip(record.versions, versions, values, strict=True):
-        if old != new and t.untyped_storage()._cdata not in homes:
+        if old != new and home_of(t) not in homes:
             what = f"a tensor of shape {tuple(t.shape)} that fn holds on to"
             raise errors.changed_since(record.where, what)
 
@@ -388,6 +432,19 @@ def _packer(store: list[Any], versions: list[int]) -> Callable[[Tensor], int]:
         return len(store) - 1
 
     return pack
+
+
+def _reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
+    """The unpack hook of a second run, for a fn that itself calls autograd.grad. The list is empty when that run is over."""
+
+    def read(j: int) -> Tensor:
+        if j >= len(store):
+            raise errors.ReplayError(
+                "a tensor that fn left behind in its second run has no graph. Use `not rg.replaying()`", record.where
+            )
+        return store[j]
+
+    return read
 
 
 def _describe(store: list[Any], known: dict[Any, Any]) -> list[Any]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 _LOCAL = threading.local()
 
@@ -45,6 +47,17 @@ class second_run:
         torch._C._set_grad_enabled(self.grad)
         if self.stack is not None:
             self.stack.close()
+
+
+@contextlib.contextmanager
+def modules_called() -> Iterator[set[nn.Module]]:
+    """The modules that run inside."""
+    called: set[nn.Module] = set()
+    handle = register_module_forward_pre_hook(lambda module, _: called.add(module))
+    try:
+        yield called
+    finally:
+        handle.remove()
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------

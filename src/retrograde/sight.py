@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .held import Held, parts
+from .held import Held, home_of, parts
 
 _MISSING = object()  # no such slot
+_SMALL = 1 << 16  # bytes of a buffer that may be kept for each update
 
 # What is known of buffers, by (name, training): "moves" if fn writes to it, "read" if code that took its pointer left it alone.
 _HABITS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], str]] = weakref.WeakKeyDictionary()
@@ -20,13 +21,19 @@ _HABITS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], str]] = wea
 class Sight:
     """Made before the call; `after` completes it."""
 
-    __slots__ = ("before", "buffers", "held", "parameters", "repeatable", "tensors", "training", "versions")
+    __slots__ = (
+        "before", "buffers", "fn", "held", "hooks", "modules", "parameters", "repeatable", "rule", "tensors", "training",
+        "versions",
+    )  # fmt: skip
 
-    def __init__(self, held: Held):
-        self.held = held
+    def __init__(self, fn: Any, rule: Any):
+        self.fn, self.rule = fn, rule
+        self.held = held = Held(fn, rule)
+        self.modules = held.modules  # those that must be as they were
         self.training: list[bool] = []
+        self.hooks: list[Any] = []
         self.versions: list[int] = []  # of the parameters before the call
-        self.tensors: list[tuple[Tensor, int]] = []  # held by fn otherwise
+        self.tensors = [(t, t._version) for t in held.tensors]  # held by fn otherwise
         self.parameters: list[tuple[dict[str, Any], str, Tensor, int, bool, int]] = []
         self.buffers: list[tuple[dict[str, Any], str, Tensor, int]] = []  # those that fn leaves alone
         self.before: list[tuple[nn.Module, str, Any, int, Any]] = []  # those that it changes, replaces or makes: what they were
@@ -45,19 +52,39 @@ class Sight:
                 else:
                     self.before.append((m, name, b, b._version, _snapshot(m, name, b)))
 
-    def after(self) -> None:
-        """Parameters are looked at after the call: lazy ones exist now, and what fn itself clamps is no later edit."""
-        self.tensors = [(t, t._version) for t in self.held.tensors]
+    def after(self, called: set[nn.Module] | None) -> None:
+        """Parameters are looked at after the call: lazy ones exist now, and what fn itself clamps is no later edit.
+
+        `called` are the modules that ran, where fn may hold more than it uses.
+        """
+        if self.tensors:
+            self._held_tensors_after()
+        modules = self.held.modules
+        if called is not None:
+            self.repeatable = self.repeatable and called <= set(modules)  # one that was not found may have changed
+            self.modules = [m for m in modules if m in called]
         made = False
-        for m in self.held.modules:
-            self.training.append(m.training)
+        for m in modules:
             slots = m._parameters
             for name, p in slots.items():
                 if p is not None:
-                    self.parameters.append((slots, name, p, p._version, p.requires_grad, p.untyped_storage()._cdata))
+                    self.parameters.append((slots, name, p, p._version, p.requires_grad, home_of(p)))
             made = made or bool(m._buffers)
-        if not made and not self.before:
-            return
+        for m in self.modules:
+            self.training.append(m.training)
+            self.hooks.append(_hooks(m))
+        if made or self.before:
+            self._buffers_after()
+
+    def _held_tensors_after(self) -> None:
+        """Of the tensors that fn holds, those that it neither exchanges nor edits; an edit cannot be repeated."""
+        present = {id(t) for t in Held(self.fn, self.rule).tensors}
+        self.tensors = [(t, version) for t, version in self.tensors if id(t) in present]
+        self.held.tensors = [t for t, _ in self.tensors]
+        if any(t._version != version for t, version in self.tensors):
+            self.repeatable = False
+
+    def _buffers_after(self) -> None:
         found, self.before = self.before, []
         for m, name, b, version, snapshot in found:
             if m._buffers.get(name) is not b:
@@ -76,6 +103,11 @@ class Sight:
         known = {(m, name) for m, name, *_ in found}
         new = [(m, name) for m in self.held.modules for name in m._buffers if (m, name) not in known]
         self.before += [(m, name, _MISSING, 0, _MISSING) for m, name in new]
+        moved = {home_of(b): b for _, _, b, _, _ in self.before if isinstance(b, Tensor)}
+        others = [b for _, _, b, _ in self.buffers] + [p for _, _, p, *_ in self.parameters]
+        others += [b for _, _, b, _, _ in self.before if isinstance(b, Tensor)]
+        if any(moved.get(home_of(t), t) is not t for t in others):
+            self.repeatable = False  # a view of one that moved
 
     def put_back(self) -> None:
         """After an exception: the buffers as they were before the call."""
@@ -88,23 +120,33 @@ class Sight:
     def difference(self) -> str | None:
         """What has been changed since, so that the call cannot be repeated; or None."""
         held = self.held
+        if held.loose:
+            modules = {id(m) for m in self.modules}
+            slots = {id(m._parameters) for m in self.modules} | {id(m._buffers) for m in self.modules}
+        else:
+            modules = slots = None
         present = parts(held.roots)
         if present != held.modules:
             gone = next((m for m in held.modules if m not in present), held.modules[-1])
-            return f"a part of fn, {type(gone).__name__},"
-        for module, training in zip(held.modules, self.training, strict=True):
+            if modules is None or id(gone) in modules:
+                return f"a part of fn, {type(gone).__name__},"
+        for module, training, hooks in zip(self.modules, self.training, self.hooks, strict=True):
             if module.training is not training:
                 then, now = ("train", "eval") if training else ("eval", "train")
                 return f"the mode of {type(module).__name__} ({then}() in the forward pass, {now}() in backward)"
-        for _, name, p, version, _, home in self.parameters:
-            if (p._version != version or p.untyped_storage()._cdata != home) and not _sharded(p):
+            if hooks != _hooks(module):
+                return f"the forward hooks of {type(module).__name__}"
+        for own, name, p, version, _, home in self.parameters:
+            if (p._version != version or home_of(p) != home) and not _sharded(p) and (slots is None or id(own) in slots):
                 return f"the parameter {name!r} of shape {tuple(p.shape)}"
-        for _, name, b, version in self.buffers:
-            if b._version != version:
+        for own, name, b, version in self.buffers:
+            if b._version != version and (slots is None or id(own) in slots):
                 return f"the buffer {name!r} of shape {tuple(b.shape)}"
-        for t, version in self.tensors:
-            if t._version != version:
-                return f"a tensor of shape {tuple(t.shape)} that fn holds on to"
+        if self.tensors:
+            there = {id(t) for t in Held(self.fn, self.rule).tensors}
+            for t, version in self.tensors:
+                if t._version != version or id(t) not in there:
+                    return f"a tensor of shape {tuple(t.shape)} that fn holds on to"
         return None
 
     def again(self) -> Swap:
@@ -126,7 +168,7 @@ class Sight:
         copies: dict[int, Any] = {}  # one tensor under two names stays one
         for m, name, b, _, snapshot in self.before:
             if isinstance(snapshot, Tensor):
-                snapshot = copies.setdefault(id(b), snapshot.clone())
+                snapshot = copies.setdefault(id(b), snapshot.clone().requires_grad_(b.requires_grad))
             swap.put(m._buffers, name, snapshot)
         return swap
 
@@ -177,7 +219,8 @@ def _snapshot(module: nn.Module, name: str, b: Tensor) -> Tensor | None:
     if habit == "read":
         return None
     b = b.detach()
-    if habit is None and b.untyped_storage().resizable():  # others have no allocator to make the copy with
+    strided = b.layout is torch.strided
+    if habit is None and strided and b.untyped_storage().resizable():  # others have no allocator to make the copy with
         try:
             return b._lazy_clone()  # type: ignore[attr-defined]
         except (RuntimeError, NotImplementedError):  # shared memory, some subclasses
@@ -189,13 +232,23 @@ def _written(module: nn.Module, name: str, b: Tensor, version: int, snapshot: Te
     """Whether fn changed the buffer. BatchNorm and `.data` do so without moving its version."""
     habits = _HABITS.setdefault(module, {})
     key = (name, module.training)
-    if b._version == version and key not in habits:
-        if torch._C._is_cow_tensor(b):  # type: ignore[attr-defined]
+    if b._version != version:
+        habits[key] = "moves"
+    elif key not in habits:
+        if b.layout is not torch.strided or torch._C._is_cow_tensor(b):  # type: ignore[attr-defined]
             return False  # nobody so much as took its pointer
-        habits[key] = "read" if _same(b, snapshot) else "moves"
-    else:
+        if snapshot.nbytes <= _SMALL and b.device.type != "cpu":
+            return True  # kept on suspicion: a look at the values would make the device wait
+        if _same(b, snapshot):
+            if snapshot.nbytes > _SMALL:
+                habits[key] = "read"
+            return False
         habits[key] = "moves"
     return habits[key] == "moves"
+
+
+def _hooks(m: nn.Module) -> Any:
+    return (*m._forward_pre_hooks, *m._forward_hooks) if m._forward_pre_hooks or m._forward_hooks else ()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

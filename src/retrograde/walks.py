@@ -11,10 +11,11 @@ from typing import Any
 class Walk:
     """Where one backward pass stands in a run: `state` is the one after the first `at` updates."""
 
-    __slots__ = ("__weakref__", "asked", "at", "filled", "finished", "side", "state")
+    __slots__ = ("__weakref__", "asked", "at", "filled", "finished", "side", "state", "thread")
 
-    def __init__(self, state: dict[str, Any], side: dict[str, Any], at: int):
+    def __init__(self, state: dict[str, Any], side: dict[str, Any], at: int, thread: int):
         self.state, self.side, self.at = state, side, at
+        self.thread = thread  # of the forward pass: the order of nodes is promised only among those of one thread
         self.finished = False  # the lowest update that saved anything has been asked for
         self.asked = 0  # when an update was last asked for
         self.filled: Any = None  # the record of the update whose saved tensors are ready
@@ -48,7 +49,7 @@ def retire(walk: Walk) -> None:
     begun: list[tuple[int, weakref.ref[Walk]]] = getattr(_LOCAL, "begun", [])
     while walk.asked and begun and begun[-1][0] > walk.asked:
         inner = begun.pop()[1]()
-        if inner is not None:
+        if inner is not None and inner.thread == walk.thread:
             inner.state = {}
             inner.clear()
     walk.asked = next(_COUNT)
