@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -125,7 +126,7 @@ def sharded(rank, memory, where, policy=None, **kind):
 
 
 def shard(model, where, policy):
-    options = {} if policy is None else {"mp_policy": policy}
+    options = {"mesh": init_device_mesh("cpu", (WORLD,))} | ({} if policy is None else {"mp_policy": policy})
     for block in model.net.blocks if where != "root" else ():
         if where == "fns":
             fully_shard(block.f, **options)
