@@ -12,7 +12,7 @@ from support import rg
 from torch import Tensor, nn
 
 from retrograde.bench.meter import LiveBytes
-from retrograde.recover import Record
+from retrograde.record import Record
 
 ROWS, WIDTH = 1 << 14, 16
 STREAM = ROWS * WIDTH * 4

@@ -14,8 +14,9 @@ from . import errors
 from . import memory as policies
 from .arithmetic import check_arithmetic
 from .call import Streams, call, fitting
+from .context import Context
 from .purse import Purse
-from .recover import Context, Run
+from .recover import Run
 from .streams import dense, each, tensors
 from .update import Program, Update
 

@@ -19,117 +19,29 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
 from . import errors
 from .call import Streams, call, fitting, version_of
-from .held import home_of
+from .context import Context
 from .purse import Purse
-from .replay import Draws, generators, modes, modules_called, second_run
+from .record import Record, check_captured, describe, difference_of, packer, reader
+from .replay import modules_called, second_run
 from .sight import Sight
-from .streams import detached, flatten, tensors, unflatten, with_strides
+from .streams import detached, flatten, tensors, unflatten
 from .update import Update
 from .walks import Walk, enrol, retire
 
-
-class Context:
-    """What the runs of one stretch share: the side inputs, the modes, the random generators."""
-
-    def __init__(self, side: Streams):
-        flat, self.side_spec = tree_flatten(side)
-        # inference tensors cannot be saved by autograd, and cannot change either
-        kept = [isinstance(t, Tensor) and not t.is_inference() for t in flat]
-        self.side, self.tensors = side, [t for t, is_kept in zip(flat, kept, strict=True) if is_kept]
-        self.grads = [t.requires_grad for t in self.tensors]
-        self.others = [_HOLE if is_kept else t for t, is_kept in zip(flat, kept, strict=True)]
-        self.modes = modes()
-        self.draws = Draws(generators(flat))
-        self.sights: list[Sight] = []
-        self.known: dict[Any, Any] = {}  # each (shape, dtype, device) once
-
-    def check_side(self) -> None:
-        """fns may have put something into a list or a dict: no version tells."""
-        if self.side_spec.num_nodes > 1 + len(self.others):  # there are such
-            now = tree_flatten(self.side)[0]
-            rest = iter(self.tensors)
-            then = [next(rest) if other is _HOLE else other for other in self.others]
-            if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
-                raise errors.ProgramError("fn changed a list or a dict among the side inputs. Let it return what it has to tell")
-
-    def forget(self) -> None:
-        """After the forward pass: what is needed again is in the hands of autograd."""
-        self.side, self.tensors, self.sights = {}, [], []
-
-    def side_again(self, saved: Iterable[Tensor]) -> Streams:
-        pairs = zip(saved, self.grads, strict=True)
-        rest = iter([t if t.requires_grad is grad else t.detach().requires_grad_(grad) for t, grad in pairs])
-        return tree_unflatten([next(rest) if other is _HOLE else other for other in self.others], self.side_spec)
-
-
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
-_HOLE = object()
 _PATIENCE = 600.0  # seconds
 _LOCK = threading.RLock()  # one second run at a time: random states and the slots of modules belong to the whole process
-
-
-class Record:
-    """What the first run of an update leaves behind: everything the second run needs but tensors of the forward pass."""
-
-    __slots__ = (
-        "before", "drawn", "grads", "index", "meta", "number", "ready", "sight", "stale", "strides", "target_grads", "update",
-        "values", "versions",
-    )  # fmt: skip
-    index: int
-    number: int  # in the run
-    update: Update
-    sight: Sight
-    drawn: tuple[list[Any], list[Any]]  # the states of the random generators before and after
-    meta: list[Any]  # (shape, dtype, device) of each tensor that fn saved …
-    versions: list[int]  # … and its version then
-    stale: list[int]  # numbers of those that fn edited afterwards
-    grads: list[bool]  # requires_grad of the leaves of the sources …
-    strides: list[tuple[int, ...]]  # … and their layouts
-    target_grads: list[bool]  # the same of the target, for rules that save
-    values: list[Tensor] | None  # of an update that is stored: the saved tensors themselves …
-    before: Any  # … and the target before it
-    ready: list[Tensor | None] | None  # what the second run saved, until it is asked for
-
-    def __init__(self, index: int, number: int, update: Update):
-        self.index, self.number, self.update = index, number, update
-        self.versions, self.stale = [], []
-        self.values = self.before = self.ready = None
-
-    @property
-    def where(self) -> str:
-        return errors.at(self.index, self.update)
-
-    def sources_again(self, state: Streams) -> list[Any]:
-        """The recovered sources in the layout and with the flags that fn saw."""
-        sources, i, names = [], 0, self.update.sources
-        for name in names:
-            if name in names[: len(sources)]:  # twice the same: so it was for fn
-                sources.append(sources[names.index(name)])
-                i += len(flatten(state[name])[0])
-                continue
-            flat, spec = flatten(state[name])
-            again = []
-            for t in flat:
-                t = with_strides(t, self.strides[i])
-                again.append(t.detach().requires_grad_() if self.grads[i] else t)
-                i += 1
-            sources.append(unflatten(again, spec))
-        return sources
-
-    def target_again(self, target: Any) -> Any:
-        flat, spec = flatten(target)
-        return unflatten([t.detach().requires_grad_(grad) for t, grad in zip(flat, self.target_grads, strict=True)], spec)
 
 
 class Vault(torch.autograd.Function):
@@ -196,7 +108,7 @@ class Run:
         record.strides = [t.stride() for t in flat]
         record.target_grads = [t.requires_grad for t in tensors(target)] if rule.saves else []
         live: list[Tensor] = []
-        pack = _packer(live, record.versions)
+        pack = packer(live, record.versions)
         if self.purse is not None:
             pack = self.purse.watching(pack, [*sight.held.own_tensors(), *context.tensors])
         self.live = live
@@ -214,7 +126,7 @@ class Run:
             bought = self.purse is not None and self.purse.buys(record, record.where, tensors(target))
             if bought or not sight.repeatable:
                 record.values, record.before = [t.detach() for t in live], detached(target)
-            record.meta = _describe(live, context.known)
+            record.meta = describe(live, context.known)
             if [t._version for t in live] != record.versions:
                 record.stale = [j for j, t in enumerate(live) if t._version != record.versions[j]]
         finally:
@@ -386,7 +298,7 @@ class Run:
             drawn = context.draws.again(record.drawn)
             try:
                 sources = record.sources_again(state)
-                with saved_tensors_hooks(_packer(store, versions), _reader(store, record)):
+                with saved_tensors_hooks(packer(store, versions), reader(store, record)):
                     out = call(record.index, update, state, sources, walk.side)
                     if walk.at > number:
                         if why := rule.mismatch(before, out):
@@ -402,63 +314,13 @@ class Run:
                 values = list(store)
                 store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
         if [(t.shape, t.dtype, t.device) for t in values] != record.meta:
-            difference = difference or _difference(record.meta, _describe(values, context.known))
+            difference = difference or difference_of(record.meta, describe(values, context.known))
         if swap.clamped:
             difference = difference or swap.difference()
         if difference:
             raise errors.other_path(record.where, difference)
         if versions != record.versions:
-            _check_captured(record, [sources, walk.side, swap.put_in], values, versions)
+            check_captured(record, [sources, walk.side, swap.put_in], values, versions)
         for j in record.stale:
             values[j] = None  # asked for, it is an error
         return values
-
-
-def _check_captured(record: Record, own: Any, values: list[Any], versions: list[int]) -> None:
-    """A saved tensor with another version than in the first run, which is none of our own, was edited from outside."""
-    homes = {home_of(t) for t in tensors(own)}
-    for old, new, t in zip(record.versions, versions, values, strict=True):
-        if old != new and home_of(t) not in homes:
-            what = f"a tensor of shape {tuple(t.shape)} that fn holds on to"
-            raise errors.changed_since(record.where, what)
-
-
-def _packer(store: list[Any], versions: list[int]) -> Callable[[Tensor], int]:
-    """A pack hook that collects what is saved and leaves its number. The graph holds on to it: empty `store` afterwards."""
-
-    def pack(t: Tensor) -> int:
-        versions.append(t._version)
-        store.append(t)
-        return len(store) - 1
-
-    return pack
-
-
-def _reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
-    """The unpack hook of a second run, for a fn that itself calls autograd.grad. The list is empty when that run is over."""
-
-    def read(j: int) -> Tensor:
-        if j >= len(store):
-            raise errors.ReplayError(
-                "a tensor that fn left behind in its second run has no graph. Use `not rg.replaying()`", record.where
-            )
-        return store[j]
-
-    return read
-
-
-def _describe(store: list[Any], known: dict[Any, Any]) -> list[Any]:
-    """(shape, dtype, device) of each; equal ones are the same object, as many objects would keep gc busy."""
-    return [known.setdefault(key, key) for key in [(t.shape, t.dtype, t.device) for t in store]]
-
-
-def _difference(old: list[Any], new: list[Any]) -> str:
-    if len(old) != len(new):
-        return f"it saved {len(new)} tensors for its gradient, {len(old)} before"
-    a, b = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
-    return f"it saved a tensor of {_words(b)}, {_words(a)} before"
-
-
-def _words(key: Any) -> str:
-    shape, dtype, device = key
-    return f"shape {tuple(shape)}, {dtype}, on {device}"

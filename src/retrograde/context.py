@@ -1,0 +1,50 @@
+"""What the runs of one forward pass share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from . import errors
+from .call import Streams
+from .replay import Draws, generators, modes
+from .sight import Sight
+
+_HOLE = object()
+
+
+class Context:
+    """What the runs of one stretch share: the side inputs, the modes, the random generators."""
+
+    def __init__(self, side: Streams):
+        flat, self.side_spec = tree_flatten(side)
+        # inference tensors cannot be saved by autograd, and cannot change either
+        kept = [isinstance(t, Tensor) and not t.is_inference() for t in flat]
+        self.side, self.tensors = side, [t for t, is_kept in zip(flat, kept, strict=True) if is_kept]
+        self.grads = [t.requires_grad for t in self.tensors]
+        self.others = [_HOLE if is_kept else t for t, is_kept in zip(flat, kept, strict=True)]
+        self.modes = modes()
+        self.draws = Draws(generators(flat))
+        self.sights: list[Sight] = []
+        self.known: dict[Any, Any] = {}  # each (shape, dtype, device) once
+
+    def check_side(self) -> None:
+        """fns may have put something into a list or a dict: no version tells."""
+        if self.side_spec.num_nodes > 1 + len(self.others):  # there are such
+            now = tree_flatten(self.side)[0]
+            rest = iter(self.tensors)
+            then = [next(rest) if other is _HOLE else other for other in self.others]
+            if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
+                raise errors.ProgramError("fn changed a list or a dict among the side inputs. Let it return what it has to tell")
+
+    def forget(self) -> None:
+        """After the forward pass: what is needed again is in the hands of autograd."""
+        self.side, self.tensors, self.sights = {}, [], []
+
+    def side_again(self, saved: Iterable[Tensor]) -> Streams:
+        pairs = zip(saved, self.grads, strict=True)
+        rest = iter([t if t.requires_grad is grad else t.detach().requires_grad_(grad) for t, grad in pairs])
+        return tree_unflatten([next(rest) if other is _HOLE else other for other in self.others], self.side_spec)

@@ -1,0 +1,118 @@
+"""What the first run of an update leaves behind, and the hooks that collect what fn saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from . import errors
+from .call import Streams
+from .held import home_of
+from .sight import Sight
+from .streams import flatten, tensors, unflatten, with_strides
+from .update import Update
+
+
+class Record:
+    """What the first run of an update leaves behind: everything the second run needs but tensors of the forward pass."""
+
+    __slots__ = (
+        "before", "drawn", "grads", "index", "meta", "number", "ready", "sight", "stale", "strides", "target_grads", "update",
+        "values", "versions",
+    )  # fmt: skip
+    index: int
+    number: int  # in the run
+    update: Update
+    sight: Sight
+    drawn: tuple[list[Any], list[Any]]  # the states of the random generators before and after
+    meta: list[Any]  # (shape, dtype, device) of each tensor that fn saved …
+    versions: list[int]  # … and its version then
+    stale: list[int]  # numbers of those that fn edited afterwards
+    grads: list[bool]  # requires_grad of the leaves of the sources …
+    strides: list[tuple[int, ...]]  # … and their layouts
+    target_grads: list[bool]  # the same of the target, for rules that save
+    values: list[Tensor] | None  # of an update that is stored: the saved tensors themselves …
+    before: Any  # … and the target before it
+    ready: list[Tensor | None] | None  # what the second run saved, until it is asked for
+
+    def __init__(self, index: int, number: int, update: Update):
+        self.index, self.number, self.update = index, number, update
+        self.versions, self.stale = [], []
+        self.values = self.before = self.ready = None
+
+    @property
+    def where(self) -> str:
+        return errors.at(self.index, self.update)
+
+    def sources_again(self, state: Streams) -> list[Any]:
+        """The recovered sources in the layout and with the flags that fn saw."""
+        sources, i, names = [], 0, self.update.sources
+        for name in names:
+            if name in names[: len(sources)]:  # twice the same: so it was for fn
+                sources.append(sources[names.index(name)])
+                i += len(flatten(state[name])[0])
+                continue
+            flat, spec = flatten(state[name])
+            again = []
+            for t in flat:
+                t = with_strides(t, self.strides[i])
+                again.append(t.detach().requires_grad_() if self.grads[i] else t)
+                i += 1
+            sources.append(unflatten(again, spec))
+        return sources
+
+    def target_again(self, target: Any) -> Any:
+        flat, spec = flatten(target)
+        return unflatten([t.detach().requires_grad_(grad) for t, grad in zip(flat, self.target_grads, strict=True)], spec)
+
+
+def check_captured(record: Record, own: Any, values: list[Any], versions: list[int]) -> None:
+    """A saved tensor with another version than in the first run, which is none of our own, was edited from outside."""
+    homes = {home_of(t) for t in tensors(own)}
+    for old, new, t in zip(record.versions, versions, values, strict=True):
+        if old != new and home_of(t) not in homes:
+            what = f"a tensor of shape {tuple(t.shape)} that fn holds on to"
+            raise errors.changed_since(record.where, what)
+
+
+def packer(store: list[Any], versions: list[int]) -> Callable[[Tensor], int]:
+    """A pack hook that collects what is saved and leaves its number. The graph holds on to it: empty `store` afterwards."""
+
+    def pack(t: Tensor) -> int:
+        versions.append(t._version)
+        store.append(t)
+        return len(store) - 1
+
+    return pack
+
+
+def reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
+    """The unpack hook of a second run, for a fn that itself calls autograd.grad. The list is empty when that run is over."""
+
+    def read(j: int) -> Tensor:
+        if j >= len(store):
+            raise errors.ReplayError(
+                "a tensor that fn left behind in its second run has no graph. Use `not rg.replaying()`", record.where
+            )
+        return store[j]
+
+    return read
+
+
+def describe(store: list[Any], known: dict[Any, Any]) -> list[Any]:
+    """(shape, dtype, device) of each; equal ones are the same object, as many objects would keep gc busy."""
+    return [known.setdefault(key, key) for key in [(t.shape, t.dtype, t.device) for t in store]]
+
+
+def difference_of(old: list[Any], new: list[Any]) -> str:
+    if len(old) != len(new):
+        return f"it saved {len(new)} tensors for its gradient, {len(old)} before"
+    a, b = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
+    return f"it saved a tensor of {_words(b)}, {_words(a)} before"
+
+
+def _words(key: Any) -> str:
+    shape, dtype, device = key
+    return f"shape {tuple(shape)}, {dtype}, on {device}"
