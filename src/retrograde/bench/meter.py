@@ -56,6 +56,3 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, freed)
         self.live += size
         self.peak = max(self.peak, self.live)
-
-    def reset_peak(self) -> None:
-        self.peak = self.live
