@@ -470,3 +470,21 @@ def test_only_updates_that_draw_keep_a_random_state(memory):
     assert 3 <= kept(16, (2, 5, 9)) - none <= 2 * 3
     assert 7 <= kept(8, range(1, 8)) - none <= 7 + 1
     assert torch.get_rng_state().nbytes < 6000
+
+
+def test_flat_under_autocast():
+    """Autocast keeps its casts of weights until its block ends; not those of a program."""
+
+    def make(depth):
+        fns = [prepared(nn.Linear(256, 256)) for _ in range(depth)]
+        streams = {name: with_gradient(torch.randn(64, 256, requires_grad=True)) for name in ("a", "b")}
+
+        def step():
+            with torch.autocast("cpu", torch.bfloat16):
+                out = rg.run(rg.wirings.leapfrog(fns), streams)
+                assert torch.is_autocast_cache_enabled()
+            total(out).backward()
+
+        return step
+
+    assert_flat(make, 4, 16)

@@ -84,7 +84,7 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
                 stacklevel=3,
             )
         stretches = [("store", len(program.updates), None)]
-    with _all_or_nothing(side, any(kind != "store" for kind, _, _ in stretches)) as context:
+    with _no_cast_cache(), _all_or_nothing(side, any(kind != "store" for kind, _, _ in stretches)) as context:
         start = 0
         for kind, count, limit in stretches:
             _STRETCH[kind](program, range(start, start + count), state, side, context, limit)
@@ -146,6 +146,23 @@ def _checkpoint(program: Program, indices: range, state: Streams, _: Any, contex
 
 
 _STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint}
+
+
+@contextlib.contextmanager
+def _no_cast_cache() -> Iterator[None]:
+    """Autocast keeps its casts of all weights until its block ends: memory that grows with depth, for weights used twice.
+
+    Under every policy, as with the cache the gradients of such weights are added up in 16 bits.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    if not cached or not torch.is_grad_enabled():
+        yield
+        return
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)
 
 
 @contextlib.contextmanager
