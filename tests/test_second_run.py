@@ -232,6 +232,18 @@ def test_tensor_that_a_rule_holds():
         loss_of(out).backward()
 
 
+@pytest.mark.parametrize("memory", REPLAYED)
+def test_module_used_without_a_call(memory):
+    """The weight is saved, the bias is not: both are the module's, and it was used."""
+    line = linear()
+    fn = lambda x: nn.functional.linear(x, line.weight, line.bias).tanh()  # noqa: E731
+    loss = loss_of(net_of(fn, memory)(draw(), draw()))
+    with torch.no_grad():
+        line.bias.add_(1)
+    with pytest.raises(rg.ReplayError, match="the parameter 'bias' of shape"):
+        loss.backward()
+
+
 # -- refused without a reason ------------------------------------------------------------------------------------------
 
 
@@ -264,6 +276,15 @@ def test_methods_of_the_whole_model(memory):
         model.load_state_dict(start)
         results.append(gradients(lambda: model(x), [x, *model.parameters()]) + [t.double().clone() for t in model.buffers()])
     assert_same(*results)
+
+
+@pytest.mark.parametrize("memory", POLICIES, ids=str)
+def test_lazy_module_that_is_held_and_not_used(memory):
+    parts = nn.ModuleList([linear(), nn.LazyLinear(3)])
+    other, a, b = mlp(), draw(), draw()
+    wanted = [a, b, *parts[0].parameters()]
+    fn = lambda x: parts[0](x).tanh()  # noqa: E731
+    assert_same(*(gradients(lambda: net_of(fn, m, other)(a, b), wanted) for m in (memory, "store")))
 
 
 @pytest.mark.parametrize("memory", REPLAYED)

@@ -122,7 +122,7 @@ class Run:
                     out = call(index, update, state, sources, context.side)
                 fitting(index, update, target, out)
                 applied = rule.apply(target, out) if rule.saves and not self.keeps_sources else None
-            sight.after(called)
+            sight.after(called, live)
             bought = self.purse is not None and self.purse.buys(record, record.where, tensors(target))
             if bought or not sight.repeatable:
                 record.values, record.before = [t.detach() for t in live], detached(target)

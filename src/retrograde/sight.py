@@ -52,22 +52,24 @@ class Sight:
                 else:
                     self.before.append((m, name, b, b._version, _snapshot(m, name, b)))
 
-    def after(self, called: set[nn.Module] | None) -> None:
+    def after(self, called: set[nn.Module] | None, saved: list[Tensor]) -> None:
         """Parameters are looked at after the call: lazy ones exist now, and what fn itself clamps is no later edit.
 
-        `called` are the modules that ran, where fn may hold more than it uses.
+        Where fn may hold more than it uses, `called` are the modules that ran; one whose parameters were saved was used as well.
         """
         if self.tensors:
             self._held_tensors_after()
         modules = self.held.modules
         if called is not None:
             self.repeatable = self.repeatable and called <= set(modules)  # one that was not found may have changed
-            self.modules = [m for m in modules if m in called]
+            homes = {home_of(t) for t in saved}
+            used = [m for m in modules if any(_there(p) and home_of(p) in homes for p in m._parameters.values())]
+            self.modules = [m for m in modules if m in called or m in used]
         made = False
         for m in modules:
             slots = m._parameters
             for name, p in slots.items():
-                if p is not None:
+                if _there(p):
                     self.parameters.append((slots, name, p, p._version, p.requires_grad, home_of(p)))
             made = made or bool(m._buffers)
         for m in self.modules:
@@ -199,6 +201,11 @@ class Swap:
     def undo(self) -> None:
         for slots, name, t in reversed(self.out):
             _place(slots, name, t)
+
+
+def _there(p: Any) -> bool:
+    """A parameter that exists: neither None nor one that a lazy module has yet to make."""
+    return p is not None and (type(p) is nn.Parameter or not is_lazy(p))
 
 
 def _place(slots: dict[str, Any], name: str, t: Any) -> None:
