@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -203,7 +203,7 @@ class Swap:
             _place(slots, name, t)
 
 
-def _there(p: Any) -> bool:
+def _there(p: Any) -> TypeGuard[nn.Parameter]:
     """A parameter that exists: neither None nor one that a lazy module has yet to make."""
     return p is not None and (type(p) is nn.Parameter or not is_lazy(p))
 
