@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from . import errors
+from .exact import Exact, read
 from .streams import tensors
 from .update import Update
 
@@ -16,11 +17,17 @@ Streams: TypeAlias = dict[str, Any]
 observer: Callable[..., None] | None = None  # rg.check looks over the engine's shoulder through this
 
 
+def sources_of(update: Update, state: Streams) -> list[Any]:
+    """What fn reads; a stream that it reads twice is one and the same."""
+    seen = {name: read(state[name]) for name in update.sources}
+    return [seen[name] for name in update.sources]
+
+
 def call(index: int, update: Update, state: Streams, sources: list[Any], side: Mapping[str, Any]) -> Any:
     """fn's output; the streams and the side inputs are as they were, or it is an error."""
     kwargs = update.side_inputs(side)
     watched: list[Tensor] = []
-    for value in (*state.values(), *kwargs.values()) if kwargs else state.values():
+    for value in (*state.values(), *sources, *kwargs.values()):
         watched += (value,) if isinstance(value, Tensor) else tensors(value)
     versions = list(map(version_of, watched))
     try:
@@ -32,7 +39,7 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
         raise
     if list(map(version_of, watched)) != versions:
         edited = {id(t) for t, version in zip(watched, versions, strict=True) if version_of(t) != version}
-        raise errors.edited_by_fn(errors.at(index, update), _name_of(edited, update, state, kwargs))
+        raise errors.edited_by_fn(errors.at(index, update), _name_of(edited, update, state, sources, kwargs))
     if observer is not None:
         observer(index, update, sources, out)
     return out
@@ -42,9 +49,9 @@ def version_of(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def _name_of(edited: set[int], update: Update, state: Streams, kwargs: Mapping[str, Any]) -> str:
-    for name in (*update.sources, *state):
-        if any(id(t) in edited for t in tensors(state[name])):
+def _name_of(edited: set[int], update: Update, state: Streams, sources: list[Any], kwargs: Mapping[str, Any]) -> str:
+    for name, value in (*zip(update.sources, sources, strict=True), *state.items()):
+        if any(id(t) in edited for t in tensors(value)):
             return f"its source {name!r}" if name in update.sources else f"the stream {name!r}"
     return next(f"the side input {name!r}" for name, value in kwargs.items() if any(id(t) in edited for t in tensors(value)))
 
@@ -54,4 +61,6 @@ def fitting(index: int, update: Update, target: Any, out: Any) -> Any:
     why = update.rule.mismatch(target, out)
     if why:
         raise errors.ProgramError(f"{why}. Let fn return what the rule can apply to the target", errors.at(index, update))
+    if isinstance(target, Exact):
+        target.ledger.index = index
     return out

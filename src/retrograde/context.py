@@ -19,7 +19,8 @@ _HOLE = object()
 class Context:
     """What the runs of one stretch share: the side inputs, the modes, the random generators."""
 
-    def __init__(self, side: Streams):
+    def __init__(self, side: Streams, wary: bool = False):
+        self.wary = wary  # of functions that turn out to compute in 16 bits
         flat, self.side_spec = tree_flatten(side)
         # inference tensors cannot be saved by autograd, and cannot change either
         kept = [isinstance(t, Tensor) and not t.is_inference() for t in flat]

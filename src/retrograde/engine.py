@@ -12,9 +12,11 @@ from torch import Tensor
 
 from . import errors
 from . import memory as policies
-from .arithmetic import check_arithmetic
-from .call import Streams, call, fitting
+from .arithmetic import check_arithmetic, exact_streams
+from .call import Streams, call, fitting, sources_of
 from .context import Context
+from .exact import carried, read
+from .ledger import Ledger
 from .purse import Purse
 from .recover import Run
 from .streams import dense, each, tensors
@@ -84,16 +86,25 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
                 stacklevel=3,
             )
         stretches = [("store", len(program.updates), None)]
-    with _no_cast_cache(), _all_or_nothing(side, any(kind != "store" for kind, _, _ in stretches)) as context:
+    exact = exact_streams(arithmetic, program, state)
+    ledger = Ledger(program.updates)
+    for name in exact:
+        ledger.stream = name
+        state[name] = carried(state[name], ledger)
+    needed = any(kind != "store" for kind, _, _ in stretches)
+    with _no_cast_cache(), _all_or_nothing(side, needed, wary=arithmetic == "auto") as context:
         start = 0
         for kind, count, limit in stretches:
             _STRETCH[kind](program, range(start, start + count), state, side, context, limit)
             start += count
         if context is not None:
             context.check_side()
+    for name in exact:
+        state[name] = read(state[name])
     if stretches[-1][0] != "reverse":  # what the caller gets is no source of the last updates, under any policy
         for name in {update.target for update in program.updates}:
             state[name] = each(lambda t: t.view_as(t) if t.requires_grad else t, state[name])
+    ledger.close(t for name in exact for t in tensors(state[name]))
     return state
 
 
@@ -122,7 +133,7 @@ def _store(program: Program, indices: range, state: Streams, side: Streams, _: A
     for index in indices:
         update = program.updates[index]
         target = state[update.target]
-        out = call(index, update, state, [state[name] for name in update.sources], side)
+        out = call(index, update, state, sources_of(update, state), side)
         state[update.target] = update.rule.apply(target, fitting(index, update, target, out))
 
 
@@ -166,12 +177,12 @@ def _no_cast_cache() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(side: Streams, needed: bool) -> Iterator[Context | None]:
+def _all_or_nothing(side: Streams, needed: bool, wary: bool) -> Iterator[Context | None]:
     """If fn fails, random generators and buffers are as they were before the run; ordinary autograd promises no such thing."""
     if not needed:
         yield None
         return
-    context = Context(side)
+    context = Context(side, wary)
     try:
         yield context
     except BaseException:

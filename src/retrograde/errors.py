@@ -18,6 +18,10 @@ class ProgramError(RetrogradeError, ValueError):
     """The updates, the streams, the side inputs or an argument do not fit together."""
 
 
+class OutOfRange(RetrogradeError, ArithmeticError):
+    """A stream has left the range of exact arithmetic."""
+
+
 class ReplayError(RetrogradeError, RuntimeError):
     """Backward cannot repeat the forward pass, so its gradients would be wrong."""
 
@@ -28,6 +32,14 @@ def at(index: int, update: object) -> str:
 
 def unknown(what: str, got: object, known: Iterable[object]) -> ProgramError:
     return ProgramError(f"unknown {what} {got!r}; known: {', '.join(map(str, known))}")
+
+
+def out_of_range(where: str | None, what: str, limit: float) -> OutOfRange:
+    return OutOfRange(
+        f"{what} left the range of exact arithmetic, ±{limit:.0f}. As a rule the net diverges then: a smaller learning rate or a "
+        "norm at the start of fn helps. Where such values are meant, scale the stream, or use arithmetic='float'",
+        where,
+    )
 
 
 def edited_by_fn(where: str, what: str) -> ProgramError:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import errors
 from .call import Streams
+from .exact import read
 from .held import home_of
 from .sight import Sight
 from .streams import flatten, tensors, unflatten, with_strides
@@ -52,9 +53,9 @@ class Record:
         for name in names:
             if name in names[: len(sources)]:  # twice the same: so it was for fn
                 sources.append(sources[names.index(name)])
-                i += len(flatten(state[name])[0])
+                i += len(flatten(sources[-1])[0])
                 continue
-            flat, spec = flatten(state[name])
+            flat, spec = flatten(read(state[name]))
             again = []
             for t in flat:
                 t = with_strides(t, self.strides[i])

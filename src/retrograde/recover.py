@@ -29,8 +29,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec
 
 from . import errors
-from .call import Streams, call, fitting, version_of
+from .arithmetic import warn_of_sixteen_bits
+from .call import Streams, call, fitting, sources_of, version_of
 from .context import Context
+from .exact import Exact
 from .purse import Purse
 from .record import Record, check_captured, describe, difference_of, packer, reader
 from .replay import modules_called, second_run
@@ -98,7 +100,7 @@ class Run:
     def forward(self, index: int, update: Update, state: Streams) -> None:
         """The first run of an update."""
         context, rule, target = self.context, update.rule, state[update.target]
-        sources = [state[name] for name in update.sources]
+        sources = sources_of(update, state)
         record = Record(index, len(self.records), update)
         record.sight = sight = Sight(update.fn, rule)
         context.draws.follow(sight.held.generators)
@@ -121,6 +123,8 @@ class Run:
                 else:
                     out = call(index, update, state, sources, context.side)
                 fitting(index, update, target, out)
+                if context.wary and not self.keeps_sources and not isinstance(target, Exact):
+                    warn_of_sixteen_bits(record.where, out)
                 applied = rule.apply(target, out) if rule.saves and not self.keeps_sources else None
             sight.after(called, live)
             bought = self.purse is not None and self.purse.buys(record, record.where, tensors(target))
@@ -135,7 +139,7 @@ class Run:
         record.drawn = context.draws.since()
         self.records.append(record)
         if self.keeps_sources:
-            out = self.keep({name: state[name] for name in update.sources}, out)
+            out = self.keep(dict(zip(update.sources, sources, strict=True)), out)
         state[update.target] = rule.apply(target, out) if applied is None else applied
 
     def keep_finals(self, state: Streams) -> None:

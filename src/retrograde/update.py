@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import arithmetic
 from .errors import ProgramError, at
+from .exact import Exact
 from .streams import each, flatten, mismatch
 
 
@@ -22,6 +23,7 @@ class Rule(ABC):
     """
 
     saves = True
+    additive = False  # exact arithmetic knows it
     symbol = "<-"
 
     @abstractmethod
@@ -39,16 +41,17 @@ class Add(Rule):
     """`target += out`, leaf by leaf, dicts by key. The default."""
 
     saves = False
+    additive = True
     symbol = "+="
 
     def apply(self, target: Any, out: Any) -> Any:
-        return arithmetic.add(target, out) if isinstance(target, Tensor) else each(arithmetic.add, target, out)
+        return arithmetic.plus(target, out)
 
     def undo(self, target: Any, out: Any) -> Any:
-        return arithmetic.subtract(target, out) if isinstance(target, Tensor) else each(arithmetic.subtract, target, out)
+        return arithmetic.plus(target, out, -1)
 
     def mismatch(self, target: Any, out: Any) -> str | None:
-        return mismatch(target, out)
+        return mismatch(target.outline() if isinstance(target, Exact) else target, out)
 
 
 class Affine(Rule):
@@ -80,7 +83,7 @@ class Inverted(Rule):
     """Another rule with apply and undo exchanged."""
 
     def __init__(self, rule: Rule):
-        self.rule, self.saves = rule, rule.saves
+        self.rule, self.saves, self.additive = rule, rule.saves, rule.additive
         self.symbol = "-=" if rule.symbol == "+=" else f"undo {rule.symbol}"
 
     def apply(self, target: Any, out: Any) -> Any:

@@ -1,0 +1,82 @@
+"""Which update left the range of exact arithmetic: told at once on the CPU, at the end of backward where a device would wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import errors
+
+LIMIT = 32766.0
+GRID = 24  # bits behind the point
+
+
+class Ledger:
+    """Of one forward pass. `index` is the update that is at work; before the first it is -1."""
+
+    def __init__(self, updates: Sequence[Any]):
+        self.updates = updates
+        self.index = -1
+        self.stream = ""  # the one that is being put on the grid, before the first update
+        self.flags: dict[torch.device, Tensor] = {}  # on each device a number for each update, the last one for the beginning
+        self.copies: list[tuple[Tensor, Any]] = []  # of the flags, on their way to the CPU
+
+    def within(self, t: Tensor) -> Tensor:
+        """`t`, if it is within the limit. A finite value beyond it is an error, and until that can be told, NaN."""
+        told = type(t) is Tensor and not t.is_meta and not torch._C._are_functorch_transforms_active()
+        value = t.detach()
+        if told and value.device.type == "cpu":
+            low, high = torch.aminmax(value) if value.numel() else (value.sum(), value.sum())
+            if low.item() >= -LIMIT and high.item() <= LIMIT:
+                return t
+        beyond = value.isfinite().logical_and_(value.abs() > LIMIT)
+        if told and value.device.type == "cpu":
+            if beyond.any():
+                raise self.error(self.index)
+            return t  # NaN and inf stay what they are
+        if told:
+            self.flags_on(value.device)[self.slot] += beyond.any()
+        return t + torch.zeros_like(value).masked_fill_(beyond, torch.nan)  # an addition saves nothing for backward
+
+    @property
+    def slot(self) -> int:
+        return self.index if self.index >= 0 else len(self.updates)
+
+    def flags_on(self, device: torch.device) -> Tensor:
+        if device not in self.flags:
+            self.flags[device] = torch.zeros(len(self.updates) + 1, dtype=torch.int32, device=device)
+        return self.flags[device]
+
+    def close(self, outputs: Iterable[Tensor]) -> None:
+        """After the forward pass: have the flags looked at when backward through the outputs ends."""
+        if not self.flags:
+            return
+        for flags in self.flags.values():
+            if flags.device.type != "cuda":
+                self.copies.append((flags, None))
+            elif not torch.cuda.is_current_stream_capturing():
+                copy = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
+                self.copies.append((copy, torch.cuda.current_stream(flags.device).record_event()))
+        self.flags = {}
+        for t in outputs:
+            if t.requires_grad:
+                t.register_hook(self._in_backward)
+
+    def _in_backward(self, _: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self.settle)  # type: ignore[attr-defined]
+
+    def settle(self) -> None:
+        for flags, event in self.copies:
+            if event is not None:
+                event.synchronize()  # of the forward pass, long ago
+            if flags.any():
+                raise self.error(int(flags.nonzero()[0]))
+        self.copies = []
+
+    def error(self, index: int) -> errors.OutOfRange:
+        if 0 <= index < len(self.updates):
+            return errors.out_of_range(errors.at(index, self.updates[index]), f"the stream {self.updates[index].target!r}", LIMIT)
+        return errors.out_of_range(None, f"the stream {self.stream!r}" if self.stream else "a stream", LIMIT)
