@@ -62,5 +62,5 @@ def fitting(index: int, update: Update, target: Any, out: Any) -> Any:
     if why:
         raise errors.ProgramError(f"{why}. Let fn return what the rule can apply to the target", errors.at(index, update))
     if isinstance(target, Exact):
-        target.ledger.index = index
+        target.form.ledger.index = index
     return out

@@ -21,37 +21,44 @@ from torch.utils._pytree import TreeSpec, register_pytree_node
 from . import fused
 from .ledger import GRID, Ledger
 from .replay import replaying
-from .streams import flatten, unflatten
+from .streams import Carried, flatten, unflatten
 
 FINE = 35  # bits behind the point, for float64
 
 
-class Exact:
-    """A stream on the grid. As a pytree it is the list of the tensors it is made of."""
+class Form:
+    """How a stream is carried: its tree, and for each leaf its dtype and "wide", "split" or, for whole numbers, "plain"."""
 
-    __slots__ = ("kinds", "ledger", "made", "spec")
+    __slots__ = ("kinds", "ledger", "spec")
 
-    def __init__(self, made: list[Tensor], kinds: list[tuple[torch.dtype, str]], spec: TreeSpec | None, ledger: Ledger):
-        self.made = made  # one tensor for each leaf, or two where it is split
-        self.kinds = kinds  # of each leaf: its dtype for fn, and "wide", "split" or, for whole numbers, "plain"
-        self.spec, self.ledger = spec, ledger
+    def __init__(self, kinds: list[tuple[torch.dtype, str]], spec: TreeSpec | None, ledger: Ledger):
+        self.kinds, self.spec, self.ledger = kinds, spec, ledger
+
+    def stream(self, made: list[Tensor]) -> Exact:
+        return Exact(made, self)
+
+
+class Exact(Carried):
+    """A stream on the grid, made of one tensor for each leaf, or two where it is split."""
+
+    __slots__ = ()
 
     def leaves(self) -> list[tuple[torch.dtype, str, list[Tensor]]]:
         rest = iter(self.made)
-        return [(dtype, kind, [next(rest) for _ in range(2 if kind == "split" else 1)]) for dtype, kind in self.kinds]
+        return [(dtype, kind, [next(rest) for _ in range(2 if kind == "split" else 1)]) for dtype, kind in self.form.kinds]
 
     def read(self) -> Any:
         """The stream as fn sees it."""
-        return unflatten([_rounded(made[0], dtype) for dtype, _, made in self.leaves()], self.spec)
+        return unflatten([_rounded(made[0], dtype) for dtype, _, made in self.leaves()], self.form.spec)
 
     def outline(self) -> Any:
         """A tree of tensors that have the stream's shapes."""
-        return unflatten([made[0] for _, _, made in self.leaves()], self.spec)
+        return unflatten([made[0] for _, _, made in self.leaves()], self.form.spec)
 
     def plus(self, out: Any, sign: int) -> Exact:
         """The stream with `out`, rounded to the grid, added or subtracted."""
-        ledger = None if replaying() else self.ledger  # a second run meets the values of the first
-        parts = [out] if self.spec is None else self.spec.flatten_up_to(out)
+        ledger = None if replaying() else self.form.ledger  # a second run meets the values of the first
+        parts = [out] if self.form.spec is None else self.form.spec.flatten_up_to(out)
         made: list[Tensor] = []
         for (dtype, kind, own), part in zip(self.leaves(), parts, strict=True):
             if kind == "plain":
@@ -62,10 +69,10 @@ class Exact:
                 step = on_grid(part, _bits(dtype))
                 total = own[0] + step if sign > 0 else own[0] - step
                 made.append(total if ledger is None else ledger.within(total))
-        return Exact(made, self.kinds, self.spec, self.ledger)
+        return Exact(made, self.form)
 
 
-register_pytree_node(Exact, lambda e: (e.made, (e.kinds, e.spec, e.ledger)), lambda made, rest: Exact(list(made), *rest))
+register_pytree_node(Exact, lambda stream: (stream.made, stream.form), lambda made, form: form.stream(list(made)))
 
 
 def carried(value: Any, ledger: Ledger) -> Exact:
@@ -74,15 +81,16 @@ def carried(value: Any, ledger: Ledger) -> Exact:
     made: list[Tensor] = []
     kinds: list[tuple[torch.dtype, str]] = []
     for t in flat:
-        kind = "plain"
-        if t.is_floating_point():
-            kind = "split" if t.dtype != torch.float64 and fused.usable(t) else "wide"
-            wide = ledger.within(on_grid(t, _bits(t.dtype)))
-            made += fused.split(wide) if kind == "split" else (wide,)
-        else:
+        if not t.is_floating_point():
+            kinds.append((t.dtype, "plain"))
             made.append(t)
-        kinds.append((t.dtype, kind))
-    return Exact(made, kinds, spec, ledger)
+        elif t.dtype != torch.float64 and fused.usable(t):
+            kinds.append((t.dtype, "split"))
+            made += fused.split(t, ledger)
+        else:
+            kinds.append((t.dtype, "wide"))
+            made.append(ledger.within(on_grid(t, _bits(t.dtype))))
+    return Exact(made, Form(kinds, spec, ledger))
 
 
 def read(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ledger import GRID, Ledger
+from .ledger import Ledger
 
 
 @functools.cache
@@ -32,11 +32,10 @@ def usable(t: Tensor) -> bool:
     )
 
 
-def split(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """float64 on the grid as `high`, which carries the gradient, and `low`."""
-    high = wide.to(torch.float32)
-    rest = (wide.detach() - high.detach()).mul_(2.0**GRID)
-    return high, rest.nan_to_num_(0.0).to(torch.int16)
+def split(t: Tensor, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
+    """`t`, rounded to the grid, as `high`, which carries the gradient, and `low`."""
+    zero = torch.zeros_like(t, dtype=torch.float32, requires_grad=False)
+    return plus(zero, zero.to(torch.int16), t, 1, ledger)
 
 
 def plus(high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None) -> tuple[Tensor, Tensor]:

@@ -17,25 +17,44 @@ _PUSH = tl.constexpr(1.5 * 2.0 ** (52 - GRID))
 _LIMIT = tl.constexpr(LIMIT)
 
 
+@triton.jit
+def _two_sum(a, b):
+    """The rounded sum and what the rounding lost, exactly."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
+
+
 @triton.jit(do_not_specialize=["slot"])
 def _plus(
     high, low, part, new_high, new_low, flags, slot, count,
-    SUBTRACT: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr,
+    SUBTRACT: tl.constexpr, CHECK: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    value = tl.load(high + at, inside).to(tl.float64) + tl.load(low + at, inside).to(tl.float64) * _UNIT
-    step = (tl.load(part + at, inside).to(tl.float64) + _PUSH) - _PUSH  # rounded to the grid
-    value = value - step if SUBTRACT else value + step
+    h = tl.load(high + at, inside)
+    l = tl.load(low + at, inside).to(tl.float32) * _UNIT
+    p = tl.load(part + at, inside)
+    if WIDE:  # an increment with more than float32 holds
+        step = (p.to(tl.float64) + _PUSH) - _PUSH
+        step = -step if SUBTRACT else step
+        total = h.to(tl.float64) + l.to(tl.float64) + step
+        new = total.to(tl.float32)
+        rest = (total - new.to(tl.float64)).to(tl.float32)
+    else:
+        p = p.to(tl.float32)
+        step = tl.where(tl.abs(p) < 1.0, tl.extra.cuda.libdevice.rint(p / _UNIT) * _UNIT, p)  # from 1 on all are on the grid
+        step = -step if SUBTRACT else step
+        total, lost = _two_sum(h, step)
+        new, rest = _two_sum(total, lost + l)  # both are short multiples of the grid: no rounding
+        new = tl.where(tl.abs(total) < float("inf"), new, total)
+    rest = tl.where(tl.abs(new) < float("inf"), rest, 0.0)  # of NaN and inf there is none
     if CHECK:
-        beyond = (tl.abs(value) > _LIMIT) & (tl.abs(value) < float("inf"))
-        value = tl.where(beyond, float("nan"), value)
+        beyond = (tl.abs(new) > _LIMIT) & (tl.abs(new) < float("inf"))
+        new = tl.where(beyond, float("nan"), new)
         tl.store(flags + slot + tl.zeros_like(at), 1, inside & beyond)
-    rounded = value.to(tl.float32)
-    rest = (value - rounded.to(tl.float64)) / _UNIT
-    rest = tl.where(rest == rest, rest, 0.0)  # of NaN and inf there is none
-    tl.store(new_high + at, rounded, inside)
-    tl.store(new_low + at, rest.to(tl.int16), inside)
+    tl.store(new_high + at, new, inside)
+    tl.store(new_low + at, (rest / _UNIT).to(tl.int16), inside)
 
 
 _kernel: Any = _plus
@@ -48,6 +67,7 @@ def plus(
     count = high.numel()
     if not count:
         return
+    wide = part.dtype not in (torch.float32, torch.bfloat16, torch.float16)
     with torch.cuda.device_of(high):
         given: list[Any] = [high, low, part, new_high, new_low, high if flags is None else flags, slot, count]
-        _kernel[(triton.cdiv(count, _BLOCK),)](*given, SUBTRACT=sign < 0, CHECK=flags is not None, BLOCK=_BLOCK)
+        _kernel[(triton.cdiv(count, _BLOCK),)](*given, SUBTRACT=sign < 0, CHECK=flags is not None, WIDE=wide, BLOCK=_BLOCK)

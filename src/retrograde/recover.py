@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec
 
 from . import errors
 from .arithmetic import warn_of_sixteen_bits
@@ -88,7 +87,7 @@ class Run:
         self.live: list[Tensor] | None = None  # saved by the update that is in its first run
         self.vault: Callable[[], Tensor | None] = lambda: None  # weak: a strong one would be a cycle that gc cannot see
         self.stash: list[tuple[Tensor, int]] | None = None
-        self.layout: list[tuple[str, int, TreeSpec | None]] = []
+        self.layout: list[tuple[str, int, Any]] = []
         self.watched: list[tuple[str, weakref.ref[Tensor], int]] = []  # the vault's tensors, to name one that was edited
         self.walks: dict[int, Walk] = {}  # by graph task
         self.thread = threading.get_ident()

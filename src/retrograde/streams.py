@@ -10,19 +10,34 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
-def flatten(value: Any) -> tuple[list[Any], TreeSpec | None]:
+class Carried:
+    """A stream in another form than the user's: tensors, and what makes a stream of them."""
+
+    __slots__ = ("form", "made")
+
+    def __init__(self, made: list[Tensor], form: Any):
+        self.made, self.form = made, form
+
+
+def flatten(value: Any) -> tuple[list[Any], Any]:
     """The leaves of a stream and what puts them together again (None for a single tensor)."""
-    return ([value], None) if isinstance(value, Tensor) else tree_flatten(value)
+    if isinstance(value, Tensor):
+        return [value], None
+    return (value.made, value.form) if isinstance(value, Carried) else tree_flatten(value)
 
 
-def unflatten(flat: list[Any], spec: TreeSpec | None) -> Any:
-    return flat[0] if spec is None else tree_unflatten(flat, spec)
+def unflatten(flat: list[Any], spec: Any) -> Any:
+    if spec is None:
+        return flat[0]
+    return tree_unflatten(flat, spec) if isinstance(spec, TreeSpec) else spec.stream(flat)
 
 
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in a stream or a side input."""
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, Carried):
+        return value.made
     return [] if value is None else [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
 
 
@@ -83,4 +98,5 @@ def with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def detached(value: Any) -> Any:
-    return each(lambda t: t.detach() if isinstance(t, Tensor) else t, value)
+    flat, spec = flatten(value)
+    return unflatten([t.detach() if isinstance(t, Tensor) else t for t in flat], spec)
