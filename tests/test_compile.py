@@ -7,6 +7,7 @@ import torch
 from support import REPLAYED, assert_same, rg
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own: it looks at .grad of what is no leaf, and more
 WIDTH = 8
@@ -116,3 +117,15 @@ def test_dropout(compiled, memory):
     for model.net.memory in ("store", memory):
         found[model.net.memory] = step(call, model, x)
     assert_same(found[memory], found["store"], 2e-5)
+
+
+@pytest.mark.parametrize("memory", ["reverse", rg.Budget(1 << 20)], ids=str)
+def test_our_own_hooks_are_not_compiled(memory):
+    """Where the compiler lets a function run as it is, it goes on to what is called in there, and that is our hooks."""
+    counters.clear()
+    net = rg.ReversibleSequence([(branch(), branch()) for _ in range(3)], memory=memory)
+    for block in net.blocks:
+        block.f.compile(backend="aot_eager")  # a Sequential: the compiler leaves the frames of torch's own modules alone
+        block.g.compile(backend="aot_eager")
+    net(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    assert not counters["frames"]

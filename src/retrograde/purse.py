@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import ProgramError
 from .held import home_of
+from .replay import untraced
 
 
 class Purse:
@@ -30,6 +31,7 @@ class Purse:
         self.growing: dict[int, int] = {}  # storages of the fn that is running
         self.foreign: set[int] = set()  # storages that exist anyway
 
+    @untraced
     def watching(self, pack: Callable[[Tensor], int], foreign: Iterable[Tensor]) -> Callable[[Tensor], int]:
         """The pack hook of a fn, which now makes room as it goes."""
         self.growing, self.foreign = {}, {home_of(t) for t in foreign}

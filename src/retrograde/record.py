@@ -11,6 +11,7 @@ from . import errors
 from .call import Streams
 from .exact import read
 from .held import home_of
+from .replay import untraced
 from .sight import Sight
 from .streams import flatten, tensors, unflatten, with_strides
 from .update import Update
@@ -78,6 +79,7 @@ def check_captured(record: Record, own: Any, values: list[Any], versions: list[i
             raise errors.changed_since(record.where, what)
 
 
+@untraced
 def packer(store: list[Any], versions: list[int]) -> Callable[[Tensor], int]:
     """A pack hook that collects what is saved and leaves its number. The graph holds on to it: empty `store` afterwards."""
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,6 +59,16 @@ def modules_called() -> Iterator[set[nn.Module]]:
         yield called
     finally:
         handle.remove()
+
+
+def untraced(make: Callable[..., Any]) -> Callable[..., Any]:
+    """For a function that makes hooks: torch.compile leaves them alone, though they are called from inside compiled functions."""
+    compiler = torch._C._dynamo.eval_frame
+    skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
+    for code in make.__code__.co_consts:
+        if isinstance(code, types.CodeType):
+            compiler.set_code_exec_strategy(code, skip)
+    return make
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
