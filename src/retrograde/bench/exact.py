@@ -1,0 +1,97 @@
+"""What exact arithmetic costs: one addition to a stream, and a whole training step, against plain floating point.
+
+python -m retrograde.bench.exact [--device cuda] [--compile] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde import exact, fused
+from retrograde.ledger import Ledger
+
+from .measure import Timing, in_turns
+from .model import transformer
+from .report import beside, machine
+
+SIZES = {
+    "cpu": {"width": 64, "heads": 4, "length": 128, "batch": 4, "depth": 24, "rounds": 10},
+    "cuda": {"width": 1024, "heads": 16, "length": 4096, "batch": 4, "depth": 24, "rounds": 20},
+}
+REPEATS = 50  # of one addition, so that launching it does not count
+
+
+def additions(device: str, rounds: int, size: int) -> dict[str, Timing]:
+    """Seconds of adding a 16-bit increment to a float32 stream of so many numbers."""
+    part, stream = torch.randn(size, device=device, dtype=torch.bfloat16), torch.randn(size, device=device)
+    ledger = Ledger([])
+    wide = exact.on_grid(stream, exact.GRID)
+    forms: dict[str, Callable[[], object]] = {"float": lambda: stream + part}
+    if fused.usable(stream):
+        high, low = fused.split(stream, None)
+        forms["exact, fused"] = lambda: fused.plus(high, low, part, 1, ledger)
+    forms["exact, plain"] = lambda: ledger.within(wide + exact.on_grid(part, exact.GRID)).float()
+
+    def repeated(form: Callable[[], object]) -> None:
+        for _ in range(REPEATS):
+            form()
+
+    with torch.no_grad():
+        times = in_turns({name: partial(repeated, form) for name, form in forms.items()}, rounds)
+    return {name: Timing(t.median / REPEATS, t.low / REPEATS, t.high / REPEATS) for name, t in times.items()}
+
+
+def steps(device: str, sizes: dict[str, int], compiled: bool) -> dict[str, Timing]:
+    """Seconds of forward + backward under bf16 autocast, float and exact."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        net = transformer(sizes["depth"], sizes["width"], sizes["heads"])
+        x = torch.randn(sizes["batch"], sizes["length"], sizes["width"])
+    for block in net.blocks if compiled else ():
+        block.f, block.g = torch.compile(block.f), torch.compile(block.g)
+
+    def step(arithmetic: str, memory: str) -> None:
+        net.arithmetic, net.memory = arithmetic, memory
+        with torch.autocast(device, torch.bfloat16):
+            out: Tensor = net(x)
+        out.square().mean().backward()
+
+    variants = {
+        f"{name}, {memory}": partial(step, name, memory) for memory in ("reverse", "store") for name in ("float", "exact")
+    }
+    return in_turns(variants, sizes["rounds"], burn_in=5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m retrograde.bench.exact", description=__doc__)
+    parser.add_argument("--device", choices=sorted(SIZES), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true", help="compile the functions")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
+    args = parser.parse_args()
+    sizes = SIZES[args.device]
+    numbers = sizes["batch"] * sizes["length"] * sizes["width"]
+    found: dict[str, Any] = {"machine": machine(args.device), "date": date.today().isoformat(), "command": parser.prog}
+    found["command"] += " --compile" if args.compile else ""
+    found |= {"setting": sizes, "additions": additions(args.device, sizes["rounds"], numbers)}
+    found["steps"] = steps(args.device, sizes, args.compile)
+    print(found["command"], found["machine"], sizes, sep="\n")
+    for group, base in (("additions", ("float",)), ("steps", ("float, reverse", "float, store"))):
+        for name, timing in found[group].items():
+            against = found[group][base[-1] if name.endswith("store") else base[0]].median
+            print(f"  {name:<16} {timing.median * 1e6:10.1f} us  {timing.median / against:.3f} of float")
+    if args.json:
+        with beside(args.json) as part:
+            part.write_text(json.dumps(found, indent=1, default=vars) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Memory against depth as a picture. The only file of the package that imports matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
+from .report import Report, Row, beside, size
+
+COLORS = {"store": "#8a8f98", "checkpoint": "#d97706", "reverse": "#1d4ed8", "budget": "#0f766e"}
+INK, FAINT = "#1f2328", "#6b7280"
+
+
+def draw(report: Report, path: Path) -> None:
+    """A PNG of 1400 × 800 pixels that reads well at half of that."""
+    if not report.rows:
+        raise ValueError("nothing to draw: the report has no rows")
+    figure = Figure(figsize=(7, 4), dpi=200, facecolor="white")
+    axes = figure.add_axes((0.085, 0.215, 0.70, 0.65))
+    peak = max(row.activation_bytes for row in report.rows)
+    unit, name = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
+    lines = _lines(report)
+    for policy, rows in lines.items():
+        xs, ys = [row.depth for row in rows], [row.activation_bytes / unit for row in rows]
+        axes.plot(xs, ys, color=COLORS.get(policy, INK), linewidth=2.4, marker="o", markersize=5, clip_on=False, zorder=3)
+    _clean(axes, sorted({row.depth for row in report.rows}), peak / unit)
+    _label(axes, {policy: rows[-1] for policy, rows in lines.items()}, unit)
+    what = "activations" if report.setting["grads"] == "kept" else "activations and gradients"
+    figure.text(0.02, 0.93, f"Peak memory of a training step: {what}, {name}", color=INK, fontsize=11.5, weight="bold")
+    axes.set_xlabel("depth, in blocks of attention and MLP", color=INK, fontsize=9.5)
+    figure.text(0.02, 0.02, f"{report.what()}\n{report.where()}", color=FAINT, fontsize=7, linespacing=1.4)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    picture = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
+    with beside(path) as part:
+        picture.quantize(64).save(part, format="png", optimize=True)  # few colors make a small file
+
+
+def _lines(report: Report) -> dict[str, list[Row]]:
+    policies = dict.fromkeys(row.policy for row in report.rows)
+    return {name: sorted((row for row in report.rows if row.policy == name), key=lambda row: row.depth) for name in policies}
+
+
+def _clean(axes: Axes, depths: list[int], top: float) -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, labelsize=9.5, length=0, pad=6)
+    axes.set_xticks(depths)
+    axes.set_xlim(0, depths[-1])
+    axes.set_ylim(0, top * 1.05)
+
+
+def _label(axes: Axes, ends: dict[str, Row], unit: int) -> None:
+    """The policy and its last figure at the end of each line, moved up where two would touch."""
+    lowest, gap = 0.0, axes.get_ylim()[1] * 0.135
+    for policy, row in sorted(ends.items(), key=lambda end: end[1].activation_bytes):
+        y = max(row.activation_bytes / unit, lowest)
+        lowest = y + gap
+        text = f"{policy}\n{size(row.activation_bytes)}"
+        look = {"color": COLORS.get(policy, INK), "fontsize": 10, "weight": "bold", "va": "center"}
+        axes.annotate(text, (row.depth, y), xytext=(9, 0), textcoords="offset points", **look)

@@ -1,0 +1,103 @@
+"""What a measurement found, and on which machine: kept as JSON, shown as a table."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .measure import Timing
+
+
+@dataclass
+class Row:
+    depth: int
+    policy: str
+    activation_bytes: int  # the peak of a step over what was there before it; gradients too where they start as None
+    peak_bytes: int  # the peak of everything: parameters, gradients, activations
+    seconds: Timing
+
+
+@dataclass
+class Report:
+    machine: dict[str, Any]
+    date: str
+    command: str
+    setting: dict[str, Any]
+    rows: list[Row]
+
+    @classmethod
+    def today(cls, device: str, command: str, setting: dict[str, Any], rows: list[Row]) -> Report:
+        return cls(machine(device), date.today().isoformat(), command, setting, rows)
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        """Raises OSError, or ValueError where the file holds something else."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            rows = [Row(**{**row, "seconds": Timing(**row["seconds"])}) for row in found.pop("rows")]
+            return cls(**found, rows=rows)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is not a report of this command ({type(error).__name__}: {error})") from error
+
+    def save(self, path: Path) -> None:
+        with beside(path) as part:
+            part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    def where(self) -> str:
+        """The machine and the date, in a line."""
+        m = self.machine
+        threads = "" if self.setting["device"] == "cuda" else f", {m['threads']} threads"
+        return f"{m['device']}{threads}, torch {m['torch']}, {self.date}"
+
+    def what(self) -> str:
+        """The sizes, in a line."""
+        s = self.setting
+        grads = "gradient buffers kept" if s["grads"] == "kept" else "gradients start as None"
+        return f"width {s['width']}, {s['heads']} heads, {s['batch']} × {s['length']} tokens, {s['precision']}, {grads}"
+
+    def table(self) -> str:
+        over = "over the start" if self.setting["grads"] == "none" else "activations"
+        lines = [f"{'depth':>5}  {'policy':<10} {over:>14} {'whole peak':>12} {'median':>10} {'quartiles':>20} {'to store':>9}"]
+        stored = {row.depth: row.seconds.median for row in self.rows if row.policy == "store"}
+        for row in self.rows:
+            t = row.seconds
+            ratio = f"{t.median / stored[row.depth]:.2f}" if row.depth in stored else "–"
+            lines.append(
+                f"{row.depth:>5}  {row.policy:<10} {size(row.activation_bytes):>14} {size(row.peak_bytes):>12} "
+                f"{t.median * 1e3:>7.1f} ms {t.low * 1e3:>7.1f} to {t.high * 1e3:>6.1f} ms {ratio:>9}"
+            )
+        return "\n".join(lines)
+
+
+def size(count: float) -> str:
+    """Bytes in words, in MiB below one GiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def machine(device: str) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A path to write to, renamed to `path` once all is written: there is never half a file."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
