@@ -7,69 +7,21 @@ Everything printed is measured here and now. Run it with `make demo`.
 from __future__ import annotations
 
 import argparse
-import sysconfig
 import time
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch import Tensor
 
 import retrograde as rg
+from retrograde.bench.language import Bytes, batch, standard_library
+from retrograde.bench.language import train as fit
 from retrograde.bench.measure import in_turns
 from retrograde.bench.meter import LiveBytes
 
 POLICIES = ("store", "checkpoint", "reverse")
-
-
-class Attention(nn.Module):
-    """Causal self-attention with a norm in front."""
-
-    def __init__(self, width: int, heads: int = 4):
-        super().__init__()
-        self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        batch, length, width = x_BLD.shape
-        q, k, v = self.qkv(self.norm(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-
-
-class Bytes(nn.Module):
-    """Predicts the next byte."""
-
-    def __init__(self, depth: int, width: int = 96, length: int = 128):
-        super().__init__()
-        self.byte, self.place = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.net = rg.ReversibleSequence([(Attention(width), self.mlp(width)) for _ in range(depth)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-
-    @staticmethod
-    def mlp(width: int) -> nn.Module:
-        return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        """The mean loss, in bits per byte."""
-        x_BLD = self.byte(tokens_BL[:, :-1]) + self.place.weight[: tokens_BL.shape[1] - 1]
-        logits = self.head(self.norm(self.net(x_BLD)))
-        return cross_entropy(logits.flatten(0, 1), tokens_BL[:, 1:].flatten()) / torch.tensor(2.0).log()
-
-
-def standard_library() -> tuple[Tensor, Tensor]:
-    """Bytes to train on and bytes held out, split by file."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    texts = [torch.frombuffer(bytearray(f.read_bytes()), dtype=torch.uint8) for f in files if f.stat().st_size]
-    return torch.cat([t for i, t in enumerate(texts) if i % 10]), torch.cat(texts[::10])
-
-
-def batch(text: Tensor, count: int, length: int = 128) -> Tensor:
-    starts = torch.randint(len(text) - length - 1, (count,))
-    return torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
 
 
 def compare(console: Console, text: Tensor, depths: list[int], rounds: int) -> None:
@@ -102,7 +54,6 @@ def train(console: Console, text: Tensor, held_out: Tensor, depth: int, steps: i
     """Train under reverse; held-out bits per byte before and after."""
     torch.manual_seed(0)
     model = Bytes(depth)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     probe = batch(held_out, 32)
 
     def bits() -> float:
@@ -110,13 +61,8 @@ def train(console: Console, text: Tensor, held_out: Tensor, depth: int, steps: i
             return model(probe).item()
 
     first, start = bits(), time.perf_counter()
-    for i in track(range(steps), f"training {depth} reversible blocks", console=console):
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1, (i + 1) / 20) * (1 - i / steps)
-        optimizer.zero_grad(set_to_none=False)
-        model(batch(text, 8)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    steps_shown = track(range(steps), f"training {depth} reversible blocks", console=console)
+    fit(model, text, steps_shown, steps)
     seconds = time.perf_counter() - start
     console.print(f"held-out bits per byte: {first:.2f} at the start, {bits():.2f} after {steps} steps ({seconds:.0f} s)")
     report = rg.check.gradients(model.net, torch.randn(2, 16, 96))

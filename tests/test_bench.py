@@ -10,8 +10,9 @@ import torch
 from test_imports import loaded_by
 
 from retrograde.bench import depth as bench
+from retrograde.bench import exact, training
 from retrograde.bench.overhead import overhead
-from retrograde.bench.report import Report
+from retrograde.bench.report import Report, save
 
 TINY = ["--device", "cpu", "--width", "16", "--heads", "2", "--length", "32", "--batch", "2", "--depths", "3,9", "--rounds", "2"]
 
@@ -72,7 +73,7 @@ def test_gradients_that_start_as_none_hide_the_saving():
 def test_report(kept):
     path, report = kept
     again = path.with_name("again.json")
-    report.save(again)
+    save(again, report)
     assert again.read_text() == path.read_text()
     assert not list(path.parent.glob("*.part"))
     raw = json.loads(path.read_text())
@@ -167,3 +168,25 @@ def test_runs_as_a_module(kept):
 
 def test_overhead():
     assert overhead(depth=2, rounds=2).keys() == {"store", "checkpoint", "reverse"}
+
+
+def test_cost_of_exact_arithmetic():
+    sizes = {"width": 8, "heads": 2, "length": 4, "batch": 2, "depth": 2, "rounds": 2}
+    assert set(exact.additions("cpu", 2, 64)) >= {"float", "exact, plain"}
+    assert set(exact.steps("cpu", sizes, compiled=False)) == {
+        f"{a}, {m}" for a in ("float", "exact") for m in ("reverse", "store")
+    }
+
+
+def test_training_is_compared_and_drawn(tmp_path, monkeypatch, capsys):
+    path, picture = tmp_path / "training.json", tmp_path / "training.png"
+    sizes = ["--depth", "1", "--width", "8", "--length", "8", "--steps", "3", "--every", "2", "--seeds", "2"]
+    monkeypatch.setattr(sys, "argv", ["training", *sizes, "--json", str(path)])
+    training.main()
+    assert "bfloat16: store" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 12
+    assert [step for step, _ in rows[0]["curve"]] == [1, 2]
+    monkeypatch.setattr(sys, "argv", ["training", "--from", str(path), "--plot", str(picture)])
+    training.main()
+    assert picture.stat().st_size > 1000

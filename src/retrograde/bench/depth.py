@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ import retrograde as rg
 from .measure import in_turns
 from .meter import LiveBytes
 from .model import checkpointed, transformer, under
-from .report import Report, Row
+from .report import Report, Row, origin, save
 
 PROG = "python -m retrograde.bench.depth"
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -118,13 +117,13 @@ def rows_at(setting: dict[str, Any], depth: int, say: Callable[[str], object]) -
     return [Row(depth, policy, *peaks[policy], times[policy]) for policy in bench.steps]
 
 
-def measure(setting: dict[str, Any], command: str, say: Callable[[str], object] = print) -> Report:
+def measure(setting: dict[str, Any], argv: Sequence[str], say: Callable[[str], object] = print) -> Report:
     """All depths and policies; `say` hears of each depth when it is done."""
     rows: list[Row] = []
     for depth in setting["depths"]:
         rows += rows_at(setting, depth, say)
         release()
-    return Report.today(setting["device"], command, setting, rows)
+    return Report(**origin(setting["device"], PROG, argv), setting=setting, rows=rows)
 
 
 class Parser(argparse.ArgumentParser):
@@ -208,11 +207,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         report = load(parser, args)
     else:
         try:
-            report = measure(setting_of(parser, args), shlex.join([*PROG.split(), *argv]))
+            report = measure(setting_of(parser, args), argv)
         except rg.ProgramError as error:  # a budget that is too small
             parser.error(str(error))
     if args.json:
-        report.save(args.json)
+        save(args.json, report)
     print(report.where(), report.what(), report.table(), sep="\n")
     if args.plot:
         plot(parser, report, args.plot)

@@ -6,12 +6,10 @@ python -m retrograde.bench.exact [--device cuda] [--compile] [--json PATH]
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from retrograde.ledger import Ledger
 
 from .measure import Timing, in_turns
 from .model import transformer
-from .report import beside, machine
+from .report import origin, save
 
 SIZES = {
     "cpu": {"width": 64, "heads": 4, "length": 128, "batch": 4, "depth": 24, "rounds": 10},
@@ -57,7 +55,8 @@ def steps(device: str, sizes: dict[str, int], compiled: bool) -> dict[str, Timin
         net = transformer(sizes["depth"], sizes["width"], sizes["heads"])
         x = torch.randn(sizes["batch"], sizes["length"], sizes["width"])
     for block in net.blocks if compiled else ():
-        block.f, block.g = torch.compile(block.f), torch.compile(block.g)
+        for name, fn in list(block.named_children()):
+            setattr(block, name, torch.compile(fn))
 
     def step(arithmetic: str, memory: str) -> None:
         net.arithmetic, net.memory = arithmetic, memory
@@ -79,8 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes = SIZES[args.device]
     numbers = sizes["batch"] * sizes["length"] * sizes["width"]
-    found: dict[str, Any] = {"machine": machine(args.device), "date": date.today().isoformat(), "command": parser.prog}
-    found["command"] += " --compile" if args.compile else ""
+    found = origin(args.device, parser.prog, sys.argv[1:])
     found |= {"setting": sizes, "additions": additions(args.device, sizes["rounds"], numbers)}
     found["steps"] = steps(args.device, sizes, args.compile)
     print(found["command"], found["machine"], sizes, sep="\n")
@@ -89,8 +87,7 @@ def main() -> None:
             against = found[group][base[-1] if name.endswith("store") else base[0]].median
             print(f"  {name:<16} {timing.median * 1e6:10.1f} us  {timing.median / against:.3f} of float")
     if args.json:
-        with beside(args.json) as part:
-            part.write_text(json.dumps(found, indent=1, default=vars) + "\n", encoding="utf-8")
+        save(args.json, found)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,6 @@ class Report:
     rows: list[Row]
 
     @classmethod
-    def today(cls, device: str, command: str, setting: dict[str, Any], rows: list[Row]) -> Report:
-        return cls(machine(device), date.today().isoformat(), command, setting, rows)
-
-    @classmethod
     def load(cls, path: Path) -> Report:
         """Raises OSError, or ValueError where the file holds something else."""
         try:
@@ -46,10 +43,6 @@ class Report:
             return cls(**found, rows=rows)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not a report of this command ({type(error).__name__}: {error})") from error
-
-    def save(self, path: Path) -> None:
-        with beside(path) as part:
-            part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def where(self) -> str:
         """The machine and the date, in a line."""
@@ -90,6 +83,16 @@ def machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
     }
+
+
+def origin(device: str, prog: str, argv: Sequence[str]) -> dict[str, Any]:
+    """What every report begins with: the machine, the date and the command."""
+    return {"machine": machine(device), "date": date.today().isoformat(), "command": shlex.join([*prog.split(), *argv])}
+
+
+def save(path: Path, report: Any) -> None:
+    with beside(path) as part:
+        part.write_text(json.dumps(report, indent=1, default=vars) + "\n", encoding="utf-8")
 
 
 @contextmanager
