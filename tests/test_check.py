@@ -1,7 +1,9 @@
 """rg.check.gradients: passes sound nets, finds planted faults and names the update, and leaves everything as it was."""
 
+import functools
 import random
 
+import numpy as np
 import pytest
 import torch
 from support import REPLAYED, WIDTH, Attend, draw, mlp, mlps, rg
@@ -52,6 +54,56 @@ def between_layers():
     ).double()
 
 
+class Scheduled(nn.Module):
+    """Counts its steps, and so that a second run finds what the first did."""
+
+    def __init__(self):
+        super().__init__()
+        self.fn, self.steps, self.drawn, self.seen = mlp(), 0, 0.0, []
+
+    def forward(self, x):
+        if not rg.replaying():
+            self.steps += 1
+            self.drawn = random.random()
+            self.seen.append(self.steps)
+        return self.fn(x) * (1 + self.drawn / self.steps)
+
+
+class Logged(nn.Module):
+    """Keeps what does not matter for its output, in every run; and torch's old spectral norm, which sets an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.fn, self.calls, self.last, self.shapes = mlp(), 0, None, {}
+        self.out = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH).double())
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = self.out(self.fn(x))
+        self.shapes[self.calls] = x.shape
+        return self.last
+
+
+def spectral():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()).double()
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(WIDTH, dtype=torch.float64), nn.LazyBatchNorm1d(dtype=torch.float64), nn.Dropout(0.2))
+
+
+class Playful(nn.Module):
+    """A model that draws from Python's and numpy's generators outside of its fns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (rg.ReversibleSequence([mlps(2, dropout=0.1)]) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x * random.random()) * np.random.rand()
+        return self.second(x) * random.random() * np.random.rand()
+
+
 def streams():
     return {"a": draw(4, WIDTH), "b": draw(4, WIDTH)}
 
@@ -75,6 +127,16 @@ SOUND = {
         [draw()],
         {},
     ),
+    "spectral norm": lambda: (rg.Reversible(rg.wirings.leapfrog([spectral() for _ in range(4)])), [streams()], {}),
+    "a schedule": lambda: (rg.Reversible(rg.wirings.leapfrog([Scheduled() for _ in range(3)])), [streams()], {}),
+    "a log": lambda: (rg.Reversible(rg.wirings.leapfrog([Logged() for _ in range(3)])), [streams()], {}),
+    "draws outside of fns": lambda: (Playful(), [draw()], {}),
+    "exact": lambda: (rg.ReversibleSequence([mlps(2, dropout=0.1)] * 4, arithmetic="exact"), [draw()], {}),
+    "float32, depth 8": lambda: (
+        rg.ReversibleSequence([mlps(2) for _ in range(8)], arithmetic="float").float(),
+        [draw().detach().float()],
+        {},
+    ),
     "eval": lambda: (between_layers().eval(), [draw(8, WIDTH)], {}),
 }
 
@@ -83,7 +145,12 @@ def snapshot(net, inputs):
     state = {name: t.clone() for name, t in net.state_dict().items()} | {"rng": torch.get_rng_state()}
     grads = [p.grad for p in net.parameters()] + [t.grad for t in torch.utils._pytree.tree_leaves(inputs)]
     flags = [(m.training, getattr(m, "memory", None)) for m in net.modules()]
-    return state, (grads, flags, random.getstate(), torch.is_grad_enabled())
+    plain = [{name: repr(value) for name, value in m.__dict__.items() if name in PLAIN} for m in net.modules()]
+    drawn = random.getstate(), repr(np.random.get_state())
+    return state, (grads, flags, drawn, plain, torch.is_grad_enabled())
+
+
+PLAIN = ("calls", "cache", "steps", "drawn", "seen", "last", "shapes")
 
 
 @pytest.mark.parametrize("memory", REPLAYED)
@@ -98,6 +165,7 @@ def test_sound_nets_pass_and_nothing_is_changed(case, memory):
     assert report.ok, str(report)
     assert "agree with memory='store'" in str(report)
     assert report.first is None
+    assert report.findings == [], str(report)
     wanted = [name for name, p in net.named_parameters() if p.requires_grad]
     assert set(wanted) < set(report.errors), "parameters and inputs are compared"
     now, others_now = snapshot(net, inputs)
@@ -106,24 +174,68 @@ def test_sound_nets_pass_and_nothing_is_changed(case, memory):
     assert others_now == others
 
 
+def test_lazy_modules_are_initialised_and_no_more():
+    net, other = (rg.Reversible(rg.wirings.leapfrog([lazy() for _ in range(3)])) for _ in range(2))
+    x = streams()
+    state = torch.get_rng_state()
+    report = rg.check.gradients(net, x)
+    assert report.ok, str(report)
+    assert report.findings == []
+    assert torch.equal(torch.get_rng_state(), state)
+    for i in range(3):
+        assert torch.equal(net.fns[i][1].running_mean, torch.zeros(WIDTH, dtype=torch.float64))
+        assert net.fns[i][1].num_batches_tracked == 0
+        assert net.fns[i][0].in_features == WIDTH
+    assert rg.check.drift(other, x).rows, "and so by drift"
+
+
+def test_modules_in_closures_are_left_alone_too():
+    """Not registered in the net, but found in fn."""
+    normed = [Normed() for _ in range(2)]
+    net = rg.Reversible(rg.wirings.leapfrog([lambda x, fn=fn: fn(x) for fn in normed]))
+    report = rg.check.gradients(net, streams())
+    assert report.ok
+    assert report.findings == []
+    assert [fn.norm.num_batches_tracked.item() for fn in normed] == [0, 0]
+
+
 class Fault(nn.Module):
     """A branch that does not do the same twice."""
 
     def __init__(self, kind):
         super().__init__()
-        self.fn, self.kind, self.calls, self.cache = mlp(), kind, 0, None
+        self.fn, self.kind, self.calls, self.cache, self.rng = mlp(), kind, 0, None, random.Random(0)
+        self.by_shape, self.history = {}, []
 
     def forward(self, x):
-        self.calls += 1
+        if self.kind in ("a call counter", "a constant that moves", "another path"):
+            self.calls += 1
         if self.kind == "a cache":
             self.cache = self.fn(x) if self.cache is None else self.cache
             return self.cache
+        if self.kind == "a cache by shape":
+            if x.shape not in self.by_shape:
+                self.by_shape[x.shape] = self.fn(x)
+            return self.by_shape[x.shape]
         y = self.fn(x)
         match self.kind:
             case "python random":
                 return y * random.random()
+            case "a branch by python random":
+                return y if random.random() < 2 else x
+            case "numpy's random":
+                return y * np.random.rand()
+            case "a generator of its own":
+                return y * self.rng.random()
+            case "the time":
+                return y * tick()
+            case "noise":  # another in every call, as the order of atomic additions is
+                return y * (1 + 1e-7 * torch.linspace(-1, 1, WIDTH).roll(tick()).to(y))
             case "a call counter":
                 return y * self.calls
+            case "a history":
+                self.history.append(y.detach())
+                return y * len(self.history)
             case "a constant that moves":
                 return y.detach() * self.calls + y
             case "another path":
@@ -135,22 +247,46 @@ class Fault(nn.Module):
         return y
 
 
-FAULTS = {
-    "python random": "random or stateful",
-    "a call counter": "random or stateful",
-    "a constant that moves": "random or stateful",
-    "a cache": "did not do in backward what it did in the forward pass",
-    "another path": "did not do in backward what it did in the forward pass",
-    "an edited source": "edited its source",
-    "an edit of what it saved": "changed in place",
+TICKS = [0]
+
+
+def tick():
+    """Another number in every call, out of anybody's sight."""
+    TICKS[0] += 1
+    return TICKS[0]
+
+
+FAULTS = {  # kind of the finding, and what its detail says
+    "python random": ("non-deterministic", "it draws from Python's random"),
+    "a branch by python random": ("non-deterministic", "this time its output was the same"),
+    "numpy's random": ("non-deterministic", "it draws from numpy's global generator"),
+    "a generator of its own": ("stateful", "it changes its attribute 'rng'"),
+    "the time": ("non-deterministic", "random or stateful"),
+    "noise": ("non-deterministic", "noise of "),
+    "a call counter": ("stateful", "it changes its attribute 'calls'"),
+    "a history": ("stateful", "it changes its attribute 'history'"),
+    "a constant that moves": ("stateful", "it changes its attribute 'calls'"),
+    "a cache": ("stateful", "did not do in backward what it did in the forward pass"),
+    "a cache by shape": ("stateful", "(it changes its attribute 'by_shape')"),
+    "another path": ("stateful", "did not do in backward what it did in the forward pass"),
+    "an edited source": (None, "edited its source"),
+    "an edit of what it saved": (None, "changed in place"),
 }
 
 
+OF_OUTPUT = ("python random", "numpy's random", "a generator of its own", "a call counter", "a history", "a constant that moves")
+
+
+def harmless(kind, where, memory):
+    """Whether the gradients are right all the same. A factor is no tensor that fn saves: it matters where an update is undone."""
+    if kind in OF_OUTPUT:  # checkpoint undoes nothing, and below update 0 nothing is recovered
+        return memory == "checkpoint" or where == 0
+    return kind == "a branch by python random"
+
+
 @pytest.mark.parametrize("where", [0, 2, 5])
-@pytest.mark.parametrize(
-    ("kind", "memory"),  # checkpoint undoes nothing, so a constant does no harm there
-    [(kind, memory) for kind in FAULTS for memory in REPLAYED if (kind, memory) != ("a constant that moves", "checkpoint")],
-)
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("kind", FAULTS)
 def test_planted_faults_are_found(kind, where, memory):
     """And the update is named, though the fault spoils the gradients of all updates below it."""
     fns = mlps(6)
@@ -159,15 +295,98 @@ def test_planted_faults_are_found(kind, where, memory):
     inputs = [streams()]
     state, others = snapshot(net, inputs)
     report = rg.check.gradients(net, *inputs)
-    assert not report.ok
     name = f"update {where}: " + ("b += Fault(a)" if where % 2 else "a += Fault(b)")
-    assert report.first == name, str(report)
+    told, detail = FAULTS[kind]
+    assert report.ok == harmless(kind, where, memory), str(report)
+    if not report.ok:
+        assert report.first == name, str(report)
+        assert detail in report.cause
+        assert report.cause in str(report)
+    assert [(finding.kind, finding.where) for finding in report.findings] == ([(told, name)] if told else []), str(report)
+    assert all(detail in finding.detail for finding in report.findings)
     assert name in str(report)
-    assert FAULTS[kind] in report.cause
-    assert report.cause in str(report)
+    assert detail in str(report)
     now, others_now = snapshot(net, inputs)
     assert all(torch.equal(now[key], state[key]) for key in state)
-    assert others_now[1] == others[1]
+    assert others_now == others
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (told, _) in FAULTS.items() if told])
+@pytest.mark.parametrize("memory", ["store", rg.StoreLast(6)], ids=str)
+def test_faults_are_found_where_the_policy_does_not_run_fn_twice(kind, memory):
+    """The gradients are right, and would not be under another policy."""
+    fns = mlps(6)
+    fns[3] = Fault(kind)
+    report = rg.check.gradients(rg.Reversible(rg.wirings.leapfrog(fns), memory=memory), streams())
+    assert report.ok == (kind not in ("the time", "noise")), "those differ even from one forward pass to the next"
+    assert report.first in (None, "update 3: b += Fault(a)")
+    told, detail = FAULTS[kind]
+    assert [(finding.kind, finding.where) for finding in report.findings] == [(told, "update 3: b += Fault(a)")]
+    assert detail in str(report)
+
+
+def test_noise_of_atomics_in_float32_is_found_though_gradients_agree():
+    fns = [fn.float() for fn in mlps(6)]
+    fns[2] = Fault("noise").float()
+    report = rg.check.gradients(
+        rg.Reversible(rg.wirings.leapfrog(fns)), {name: t.detach().float() for name, t in streams().items()}
+    )
+    assert report.ok
+    (finding,) = report.findings
+    assert (finding.kind, finding.where) == ("non-deterministic", "update 2: a += Fault(b)")
+    assert finding.detail.startswith("noise of "), finding.detail
+    assert 1e-8 < float(finding.detail.split()[2].rstrip(",")) < 1e-6
+    assert "agree" in str(report)
+    assert finding.detail in str(report)
+
+
+def test_state_of_fns_that_are_no_modules():
+    calls = 0
+
+    def counted(x):
+        nonlocal calls
+        calls += 1
+        return x.sin() * calls
+
+    class Counting:
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, x):
+            self.calls += 1
+            return x.sin() * self.calls
+
+        def method(self, x):
+            return self(x)
+
+    found = {}
+    for name, fn in {
+        "closure": counted,
+        "object": Counting(),
+        "method": Counting().method,
+        "partial": functools.partial(Counting()),
+    }.items():
+        report = rg.check.gradients(rg.Reversible([rg.Update("a", fn, "b"), rg.Update("b", torch.sin, "a")]), streams())
+        (finding,) = report.findings
+        assert (finding.kind, finding.where.split(":")[0]) == ("stateful", "update 0")
+        found[name] = finding.detail.partition(",")[0]
+    assert found.pop("closure") == "it changes its variable 'calls'"
+    assert set(found.values()) == {"it changes its attribute 'calls'"}
+
+
+def test_two_faults_and_the_program_they_are_in():
+    net = nn.ModuleDict({name: rg.ReversibleSequence([mlps(2) for _ in range(2)]) for name in ("first", "second")})
+    net["first"].blocks[0].f, net["second"].blocks[1].g = Fault("a call counter"), Fault("python random")
+    net.forward = lambda x: net["second"](net["first"](x))
+    report = rg.check.gradients(net, draw())
+    assert not report.ok
+    assert report.first == "update 3: x2 += Fault(x1)"
+    found = [(finding.program, finding.kind, finding.where) for finding in report.findings]
+    assert found == [
+        ("second", "non-deterministic", "update 3: x2 += Fault(x1)"),
+        ("first", "stateful", "update 0: x1 += Fault(x2)"),
+    ]
+    assert "found at first, update 0: x1 += Fault(x2): stateful: it changes" in str(report)
 
 
 def test_a_fault_inside_a_larger_model():
@@ -176,8 +395,47 @@ def test_a_fault_inside_a_larger_model():
     report = rg.check.gradients(net, draw(8, WIDTH))
     assert not report.ok
     assert report.first == "update 3: x2 += Fault(x1)"
-    assert "random or stateful" in report.cause
+    assert "stateful" in report.cause
     assert report.worst > 1e-3
+
+
+def steep(dtype=torch.float32, **kwargs):
+    """Activations that grow: what is recovered by subtraction is far off."""
+    fns = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double() for _ in range(24)]
+    for fn in fns:
+        nn.init.normal_(fn[0].weight, std=2)
+        nn.init.normal_(fn[2].weight, std=2)
+    return rg.Reversible(rg.wirings.leapfrog(fns), **kwargs).to(dtype), {
+        name: t.detach().to(dtype) for name, t in streams().items()
+    }
+
+
+def test_drift_is_found():
+    net, x = steep(arithmetic="float")
+    report = rg.check.gradients(net, x)
+    assert not report.ok
+    (finding,) = report.findings
+    assert finding.kind == "drifting"
+    assert finding.where == report.first
+    assert "recovered with a relative error of " in report.cause
+    assert "arithmetic='exact'" in report.cause
+    net.arithmetic = "exact"
+    report = rg.check.gradients(net, x)
+    assert report.ok
+    assert report.worst == 0
+    assert report.findings == []
+
+
+def test_what_a_faulty_fn_spoils_is_no_drift():
+    """Under it the recovered sources are off; above it they are not, or it is drift."""
+    net, x = steep(arithmetic="float")
+    below = rg.check.gradients(net, x).findings[0].where
+    index = int(below.split()[1].rstrip(":"))
+    fault = Fault("a call counter").float()
+    for where, kinds in {index + 1: ["stateful"], index - 1: ["stateful", "drifting"]}.items():
+        kept, net.fns[where] = net.fns[where], fault
+        assert [finding.kind for finding in rg.check.gradients(net, x).findings] == kinds
+        net.fns[where] = kept
 
 
 def test_a_wrong_rule_is_found():
@@ -193,6 +451,7 @@ def test_a_wrong_rule_is_found():
     assert not report.ok
     assert report.first == "update 1: b += Sequential(a)"
     assert "recovered" in report.cause
+    assert [finding.kind for finding in report.findings] == ["drifting"]
 
 
 def test_a_net_without_a_program():
@@ -202,7 +461,44 @@ def test_a_net_without_a_program():
 
 def test_an_exception_is_passed_on_and_the_policy_is_back():
     net = rg.ReversibleSequence([mlps(2)], memory="checkpoint")
-    with pytest.raises(RuntimeError):
-        rg.check.gradients(net, draw(3, WIDTH + 1))
-    assert net.memory == "checkpoint"
+    x = draw(3, WIDTH + 1)
+    states = torch.get_rng_state(), random.getstate()
+    for check in (rg.check.gradients, rg.check.drift):
+        with pytest.raises(RuntimeError):
+            check(net, x)
+        assert net.memory == "checkpoint"
+        assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
     assert rg.check.gradients(net, draw()).ok
+
+
+class Failing(nn.Module):
+    """Draws, counts and moves its buffers; then raises, in the given one of all calls."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.fn, self.call, self.calls = Normed(), call, 0
+
+    def forward(self, x):
+        TICKS[0] += 1
+        self.calls += 1
+        y = self.fn(x) * random.random() * np.random.rand()
+        if TICKS[0] == self.call:
+            raise KeyError("no")
+        return y
+
+
+@pytest.mark.parametrize(
+    "call", [1, 2, 3, 4, 5], ids=["first run", "second run", "store", "checkpoint", "second under checkpoint"]
+)
+def test_nothing_is_changed_where_fn_raises(call):
+    net = rg.Reversible(rg.wirings.leapfrog([Normed(), Failing(call), Normed()]))
+    x = streams()
+    state, others = snapshot(net, [])
+    TICKS[0] = 0
+    with pytest.raises(KeyError):
+        rg.check.gradients(net, x)
+    assert TICKS[0] == call
+    now, others_now = snapshot(net, [])
+    assert all(torch.equal(now[key], state[key]) for key in state)
+    assert others_now == others

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from . import call as calls
-from .errors import ProgramError, RetrogradeError, at
+from .drift import Pass, Trial, Twice, norm, relative, tolerance, vector_error
+from .errors import NotRepeated, at
 from .held import Held
-from .modules import Reversible, ReversibleSequence
-from .replay import Draws, generators, replaying
-from .streams import tensors
 from .update import Update
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+@dataclass
+class Finding:
+    """What is the matter with the fn of an update: it is "non-deterministic", "stateful" or "drifting"."""
+
+    where: str
+    kind: str
+    detail: str
+    program: str = ""  # the name in the net of the program that the update belongs to
+
+    def __str__(self) -> str:
+        return f"{self.program + ', ' if self.program else ''}{self.where}: {self.kind}: {self.detail}"
 
 
 @dataclass
@@ -31,6 +37,7 @@ class Report:
     errors: dict[str, float] = field(default_factory=dict)  # relative error of each gradient, by name
     first: str | None = None
     cause: str | None = None
+    findings: list[Finding] = field(default_factory=list)  # also where gradients agree; from the last update to update 0
 
     @property
     def worst(self) -> float:
@@ -38,138 +45,216 @@ class Report:
 
     def __str__(self) -> str:
         if self.ok:
-            return f"gradients agree with memory='store' (largest relative error {self.worst:.1e})"
-        name = max(self.errors, key=lambda key: self.errors[key], default=None)
-        worst = f"; largest relative error {self.worst:.1e}, of {name}" if name else ""
-        where = f"\nfirst (backward goes from the last update to update 0) at {self.first}: " if self.first else ": "
-        return f"gradients differ from memory='store'{worst}{where}{self.cause}"
+            said = f"gradients agree with memory='store' (largest relative error {self.worst:.1e})"
+        else:
+            name = max(self.errors, key=lambda key: self.errors[key], default=None)
+            worst = f"; largest relative error {self.worst:.1e}, of {name}" if name else ""
+            where = f"\nfirst (backward goes from the last update to update 0) at {self.first}: " if self.first else ": "
+            said = f"gradients differ from memory='store'{worst}{where}{self.cause}"
+        others = [f"found at {finding}" for finding in self.findings if self.ok or finding.where != self.first]
+        more = [f"and {len(others) - 5} more, in .findings"] if len(others) > 5 else []
+        return "\n".join([said, *others[:5], *more])
 
 
 def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
     """Compare the gradients of `net(*inputs, **side)` under its own memory policy with memory="store".
 
-    Gradients of parameters, inputs and side inputs; tolerance 1e-9 in float64, 1e-4 in float32, 5e-3 below. Nothing is left
-    changed: no `.grad`, no buffer, no random state. If they differ, the report names the first update where they part.
+    Gradients of parameters, inputs and side inputs; tolerance 1e-9 in float64, 1e-4 in float32, 5e-3 below. If they differ, the
+    report names the first update where they part. Besides, `findings` has the fns that on the same sources do not return the same
+    bits twice (non-deterministic, stateful), and the first update whose sources are recovered with an error above the tolerance
+    (drifting). Nothing is left changed: no `.grad`, no buffer, no random state; but lazy modules are initialised.
 
     >>> import torch, retrograde as rg
     >>> net = rg.ReversibleSequence([(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)])
     >>> rg.check.gradients(net, torch.randn(2, 4)).ok
     True
     """
-    if not isinstance(net, nn.Module):
-        raise ProgramError(f"a module is needed, got a {type(net).__name__}. Put a list of updates into rg.Reversible")
-    programs = [m for m in net.modules() if isinstance(m, (Reversible, ReversibleSequence))]
-    if not programs:
-        raise ProgramError(f"{type(net).__name__} contains no rg.Reversible and no rg.ReversibleSequence")
-    policies = [program.memory for program in programs]
-    log = _Log()
-    try:
-        with log.watching():
-            mine = _gradients(net, inputs, side)
-    except RetrogradeError as error:
-        return Report(ok=False, first=error.where, cause=str(error))
-    try:
-        for program in programs:
-            program.memory = "store"
-        true = _gradients(net, inputs, side)
-    finally:
-        for program, policy in zip(programs, policies, strict=True):
-            program.memory = policy
-    total = sum(float(g.abs().double().square().sum()) for g in true.values()) ** 0.5
+    trial = Trial(net, inputs, side)
+    own = trial.run()
+    if own.error is not None:
+        findings, first = _faults(own), own.error.where
+        return Report(ok=False, first=first, cause=_told(findings, first) or str(own.error), findings=findings)
+    true = trial.run("store").need()
+    kept = all(program.memory == "checkpoint" for program in trial.programs)
+    findings = _faults(own if kept else trial.run("checkpoint"))  # there every fn gets the very same sources twice
+    findings += _drifting(own, findings)
+    total = norm(*true.values())
     if not math.isfinite(total):
-        return Report(ok=False, cause="gradients are not finite under memory='store' either")
-    errors = {name: _relative(mine[name], true[name], total * _noise(true[name])) for name in true}
-    bad = [name for name in true if not errors[name] <= _tolerance(true[name])]
+        return Report(ok=False, cause="gradients are not finite under memory='store' either", findings=findings)
+    errors = {name: relative(own.gradients[name], true[name], total * _noise(true[name])) for name in true}
+    bad = [name for name in true if not errors[name] <= tolerance(true[name])]
     if not bad:
-        return Report(ok=True, errors=errors)
-    first, cause = log.parting or log.of_parameter(net, bad)
-    return Report(ok=False, errors=errors, first=first, cause=cause)
+        return Report(ok=True, errors=errors, findings=findings)
+    first, cause = _parting(own, findings) or _of_parameter(own, net, bad)
+    return Report(ok=False, errors=errors, first=first, cause=cause, findings=findings)
 
 
-class _Log:
-    """What every fn was given and returned in its first run, compared with its second run."""
-
-    def __init__(self) -> None:
-        self.calls: dict[Any, list[tuple[list[Tensor], list[Tensor]]]] = {}
-        self.names: dict[Any, tuple[str, Update]] = {}
-        self.parting: tuple[str, str] | None = None
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        calls.observer = self
-        try:
-            yield
-        finally:
-            calls.observer = None
-
-    def __call__(self, index: int, update: Update, sources: list[Any], out: Any) -> None:
-        key, name = (index, id(update)), at(index, update)
-        self.names[key] = (name, update)
-        seen = [t.detach().clone() for t in tensors(sources)]
-        gave = [t.detach().clone() for t in tensors(out)]
-        if not replaying():
-            self.calls.setdefault(key, []).append((seen, gave))
-        elif self.calls.get(key) and self.parting is None:
-            then_seen, then_gave = self.calls[key].pop()
-            apart = max(map(_relative, seen, then_seen), default=0.0)
-            apart_out = max(map(_relative, gave, then_gave), default=0.0)
-            if apart > _tolerance(*seen):
-                cause = f"its sources were recovered with a relative error of {apart:.1e} (drift, or an update above it)"
-                self.parting = (name, cause)
-            elif apart_out > 10 * _tolerance(*gave):
-                cause = (
-                    f"fn returned something else in its second run, relative difference {apart_out:.1e}: it is random or stateful"
-                )
-                self.parting = (name, cause)
-
-    def of_parameter(self, net: nn.Module, bad: list[str]) -> tuple[str | None, str]:
-        parameters = dict(net.named_parameters())
-        for name, update in reversed(self.names.values()):
-            owned = {id(p) for m in Held(update.fn).modules for p in m._parameters.values()}
-            for key in bad:
-                if id(parameters.get(key)) in owned:
-                    return name, f"the gradient of its parameter {key} differs"
-        return None, f"the gradient of {bad[0]} differs"
+def _faults(made: Pass) -> list[Finding]:
+    """The fns that do not do the same twice."""
+    found = [Finding(t.where, *fault, t.program) for t in made.twice if (fault := _fault(t))]
+    error = made.error
+    if isinstance(error, NotRepeated) and error.where:
+        last = made.twice[-1] if made.twice and made.twice[-1].where == error.where else None
+        if last is None or not last.drawn:  # else its generator is the cause, and found already
+            changes = f" ({_changes(last)})" if last and last.changed else ""
+            message = str(error).removeprefix(f"{error.where}: ") + changes
+            found = [f for f in found if f.where != error.where]
+            found.append(Finding(error.where, "stateful", message, last.program if last else ""))
+    return found
 
 
-def _gradients(net: nn.Module, inputs: Any, side: dict[str, Any]) -> dict[str, Tensor]:
-    """All gradients of net under fixed random cotangents, by name; everything is put back."""
-    flat, spec = tree_flatten((inputs, side))
-    flat = [
-        t.detach().clone().requires_grad_(t.is_floating_point() or t.is_complex()) if isinstance(t, Tensor) else t for t in flat
-    ]
-    draws = Draws(generators(flat) + Held(net).generators)
-    before = [(m._buffers, name, b, b.detach().clone()) for m in net.modules() for name, b in m._buffers.items() if b is not None]
-    wanted = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    wanted |= {f"input {i}": t for i, t in enumerate(flat) if isinstance(t, Tensor) and t.requires_grad}
-    try:
-        args, kwargs = tree_unflatten(flat, spec)
-        with torch.enable_grad():
-            outs = [t for t in tree_leaves(net(*args, **kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-        generator = torch.Generator().manual_seed(0)
-        cotangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outs]
-        found = torch.autograd.grad(outs, list(wanted.values()), cotangents, allow_unused=True)
-    finally:
-        draws.put_back()
-        with torch.no_grad():
-            for slots, name, buffer, copy in before:
-                slots[name] = buffer.copy_(copy)
-    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(wanted.items(), found, strict=True)}
+def _fault(t: Twice) -> tuple[str, str] | None:
+    """What a fn does wrong, if it does: kind and detail."""
+    other = f"run again on the same sources it returned something else, relative difference {t.output:.1e}"
+    if t.drawn:
+        what = f"it draws from {' and '.join(t.drawn)}, which backward does not repeat. Draw from torch's generators"
+        told = "" if t.relative else f" ({other if t.output else 'this time its output was the same'})"
+        return "non-deterministic", what + told
+    if t.relative or not t.output:
+        return None
+    if t.output <= t.rounding:
+        also = f" ({_changes(t)})" if t.changed else ""
+        return "non-deterministic", f"noise of {t.output:.0e}, as atomic additions make{also}"
+    if t.changed:
+        return "stateful", f"{_changes(t)}, and {other}. Leave that be while rg.replaying() is true"
+    return "non-deterministic", f"random or stateful: {other}"
 
 
-def _relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
-    """The error of `a` against the size of `b`, or against `least` where that is more."""
-    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
-    a, b = a.double(), b.double()
-    scale = max(float(b.norm()), least)
-    apart = float((a - b).norm())
-    return apart / scale if scale else apart
+def _changes(t: Twice) -> str:
+    return f"it changes its {' and its '.join(t.changed)}"
+
+
+def _drifting(own: Pass, faults: list[Finding]) -> list[Finding]:
+    """The first update with sources that are off, unless a fn above it is at fault."""
+    faulty = {(f.program, f.where) for f in faults}
+    for t in own.twice:
+        if t.drifted:
+            worst = max(own.twice, key=lambda one: one.relative)
+            detail = (
+                f"its sources were recovered with a relative error of {t.relative:.1e} (the largest is {worst.relative:.1e}, at "
+                f"update {worst.index}): undoing the updates above it rounds, or a rule's undo is not the inverse of its apply. "
+                "arithmetic='exact' (for additions), rg.Anchor or memory='checkpoint' help"
+            )
+            return [Finding(t.where, "drifting", detail, t.program)]
+        if (t.program, t.where) in faulty:
+            break
+    return []
+
+
+def _parting(own: Pass, findings: list[Finding]) -> tuple[str, str] | None:
+    """The first update that saw or returned something else in its second run, and why; or the first that is at fault."""
+    for t in own.twice:
+        if t.parted:
+            told = _told(findings, t.where, t.program)
+            return t.where, told or f"in its second run fn returned something else, relative difference {t.output:.1e}"
+    return next(((f.where, f"{f.kind}: {f.detail}") for f in findings), None)
+
+
+def _told(findings: list[Finding], where: str | None, program: str | None = None) -> str | None:
+    """What was found at an update."""
+    fitting = (f for f in findings if f.where == where and program in (None, f.program))
+    return next((f"{f.kind}: {f.detail}" for f in fitting), None)
+
+
+def _of_parameter(own: Pass, net: nn.Module, bad: list[str]) -> tuple[str | None, str]:
+    names = {id(p): name for name, p in net.named_parameters() if name in bad}
+    for index, update in reversed(own.updates):
+        for name in _parameters_of(update, names):
+            return at(index, update), f"the gradient of its parameter {name} differs"
+    return None, f"the gradient of {bad[0]} differs"
+
+
+def _parameters_of(update: Update, names: dict[int, str]) -> list[str]:
+    held = [id(p) for m in Held(update.fn).modules for p in m._parameters.values()]
+    return [names[key] for key in held if key in names]
 
 
 def _noise(t: Tensor) -> float:
     """Gradients this much smaller than all of them together are rounding errors, like that of a bias before a BatchNorm."""
-    return 10 * torch.finfo(t.dtype).eps / _tolerance(t)
+    return 10 * torch.finfo(t.dtype).eps / tolerance(t)
 
 
-def _tolerance(*given: Tensor) -> float:
-    return max((_TOLERANCE.get(t.dtype, 5e-3) for t in given), default=0.0)
+# -- drift -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """An update: how far its recovered sources are from the true ones."""
+
+    index: int
+    update: str
+    absolute: float  # the largest difference
+    relative: float  # the norm of the difference against that of the true ones
+    gradient: float | None  # relative error of the gradients of its own parameters, if it has any
+    program: str = ""  # name in the net
+
+
+@dataclass
+class Drift:
+    """What `rg.check.drift` measured. `print` it for a table."""
+
+    rows: list[Row]
+    gradient_error: float  # of all gradients as one vector, relative to memory="store"
+
+    @property
+    def worst(self) -> Row:
+        """The update whose sources are furthest off."""
+        return max(self.rows, key=lambda row: row.relative)
+
+    def __str__(self) -> str:
+        said = f"relative error of all gradients against memory='store': {short(self.gradient_error)}"
+        if not self.rows:
+            return f"{said}\nno fn ran twice, so nothing was recovered"
+        shown = self._shown()
+        texts = [f"{row.program and row.program + ', '}{row.index}: {row.update}" for row in shown]
+        width = max(map(len, texts))
+        lines = [f"{'update':<{width}}  {'absolute':>9}  {'relative':>9}  {'gradients':>9}"]
+        for text, row in zip(texts, shown, strict=True):
+            figures = "".join(f"  {short(number):>9}" for number in (row.absolute, row.relative, row.gradient))
+            lines.append(f"{text:<{width}}{figures}{'  worst' if row is self.worst and row.relative else ''}")
+        left_out = [f"{len(shown)} of {len(self.rows)} updates, all in .rows"] if len(shown) < len(self.rows) else []
+        return "\n".join([said, *lines, *left_out])
+
+    def _shown(self) -> list[Row]:
+        """All rows, or some twenty of them and the worst."""
+        last = len(self.rows) - 1
+        numbers = (
+            range(last + 1) if last < 24 else sorted({round(i * last / 19) for i in range(20)} | {self.rows.index(self.worst)})
+        )
+        return [self.rows[i] for i in numbers]
+
+    def plot(self, path: str | Path) -> None:
+        """Draw it as a PNG; needs matplotlib (pip install retrograde[cli])."""
+        from .bench.drift_curve import draw_updates
+
+        draw_updates(self, Path(path))
+
+
+def short(number: float | None) -> str:
+    return "–" if number is None else f"{number:.1e}" if number else "0"
+
+
+def drift(net: nn.Module, /, *inputs: Any, **side: Any) -> Drift:
+    """How far the recovered sources of each update are from the true ones, under memory="reverse" and the net's own arithmetic.
+
+    There is a row for each update that ran twice. Nothing is left changed, as with `gradients`.
+
+    >>> import torch, retrograde as rg
+    >>> net = rg.ReversibleSequence([(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)], arithmetic="exact")
+    >>> found = rg.check.drift(net, torch.randn(2, 4))
+    >>> found.worst.absolute, found.gradient_error
+    (0.0, 0.0)
+    """
+    trial = Trial(net, inputs, side)
+    own = trial.run("reverse")
+    mine, true = own.need(), trial.run("store").need()
+    names = {id(p): name for name, p in net.named_parameters() if p.requires_grad}
+    rows: dict[Any, Row] = {}
+    for t in reversed(own.twice):
+        held = _parameters_of(t.update, names)
+        error = vector_error({name: mine[name] for name in held}, true) if held else None
+        row = Row(t.index, str(t.update), t.absolute, t.relative, error, t.program)
+        key = t.program, t.where
+        if key not in rows or rows[key].relative < t.relative:  # a program that is called twice has its updates once
+            rows[key] = row
+    return Drift(list(rows.values()), vector_error(mine, true))

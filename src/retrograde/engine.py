@@ -87,9 +87,8 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
             )
         stretches = [("store", len(program.updates), None)]
     exact = exact_streams(arithmetic, program, state)
-    ledger = Ledger(program.updates)
-    for name in exact:
-        ledger.stream = name
+    ledger = Ledger(program.updates, exact)
+    for ledger.index, name in enumerate(exact, len(program.updates)):
         state[name] = carried(state[name], ledger)
     needed = any(kind != "store" for kind, _, _ in stretches)
     with _no_cast_cache(), _all_or_nothing(side, needed, wary=arithmetic == "auto") as context:

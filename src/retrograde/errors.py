@@ -26,6 +26,10 @@ class ReplayError(RetrogradeError, RuntimeError):
     """Backward cannot repeat the forward pass, so its gradients would be wrong."""
 
 
+class NotRepeated(ReplayError):
+    """fn, or what it holds, is not what it was in the forward pass."""
+
+
 def at(index: int, update: object) -> str:
     return f"update {index}: {update}"
 
@@ -34,7 +38,7 @@ def unknown(what: str, got: object, known: Iterable[object]) -> ProgramError:
     return ProgramError(f"unknown {what} {got!r}; known: {', '.join(map(str, known))}")
 
 
-def out_of_range(where: str | None, what: str, limit: float) -> OutOfRange:
+def out_of_range(what: str, limit: float, where: str | None = None) -> OutOfRange:
     return OutOfRange(
         f"{what} left the range of exact arithmetic, ±{limit:.0f}. As a rule the net diverges then: a smaller learning rate or a "
         "norm at the start of fn helps. Where such values are meant, scale the stream, or use arithmetic='float'",
@@ -46,8 +50,8 @@ def edited_by_fn(where: str, what: str) -> ProgramError:
     return ProgramError(f"fn edited {what} in place. Let fn work on a copy (`x = x.clone()`, or `x + 1` for `x += 1`)", where)
 
 
-def changed_since(where: str, what: str) -> ReplayError:
-    return ReplayError(
+def changed_since(where: str, what: str) -> NotRepeated:
+    return NotRepeated(
         f"{what} was changed between the forward pass and backward, so fn cannot be run again as it was. "
         "Call backward first, or change a copy",
         where,
@@ -88,8 +92,8 @@ def freed() -> Freed:
     )
 
 
-def other_path(where: str, difference: str) -> ReplayError:
-    return ReplayError(
+def other_path(where: str, difference: str) -> NotRepeated:
+    return NotRepeated(
         f"fn did not do in backward what it did in the forward pass: {difference}. Usual causes: random numbers from outside "
         "torch's generators, a cache or a counter inside fn, a flag that was changed. Make fn depend on its inputs alone "
         "(rg.replaying() tells it when it is run again), or use memory='store'",

@@ -52,7 +52,7 @@ class _Plus(torch.autograd.Function):
             part = torch.empty_like(high, dtype=part.dtype).copy_(part)
         new_high, new_low = torch.empty_like(high), torch.empty_like(low)
         flags = None if ledger is None else ledger.flags_on(high.device)
-        _kernels().plus(high, low, part, new_high, new_low, sign, flags, 0 if ledger is None else ledger.slot)
+        _kernels().plus(high, low, part, new_high, new_low, sign, flags, 0 if ledger is None else ledger.index)
         ctx.mark_non_differentiable(new_low)
         return new_high, new_low
 

@@ -47,12 +47,13 @@ def _plus(
         step = -step if SUBTRACT else step
         total, lost = _two_sum(h, step)
         new, rest = _two_sum(total, lost + l)  # both are short multiples of the grid: no rounding
-        new = tl.where(tl.abs(total) < float("inf"), new, total)
-    rest = tl.where(tl.abs(new) < float("inf"), rest, 0.0)  # of NaN and inf there is none
+    finite = tl.abs(total) < float("inf")
+    new = tl.where(finite, new, total.to(tl.float32))
     if CHECK:
-        beyond = (tl.abs(new) > _LIMIT) & (tl.abs(new) < float("inf"))
+        beyond = finite & (tl.abs(new) > _LIMIT)
         new = tl.where(beyond, float("nan"), new)
         tl.store(flags + slot + tl.zeros_like(at), 1, inside & beyond)
+    rest = tl.where(tl.abs(new) < float("inf"), rest, 0.0)  # of NaN and inf there is none
     tl.store(new_high + at, new, inside)
     tl.store(new_low + at, (rest / _UNIT).to(tl.int16), inside)
 

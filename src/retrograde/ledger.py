@@ -16,13 +16,12 @@ GRID = 24  # bits behind the point
 
 
 class Ledger:
-    """Of one forward pass. `index` is the update that is at work; before the first it is -1."""
+    """Of one forward pass. `index` is the update at work, or behind them all a stream that is put on the grid at first."""
 
-    def __init__(self, updates: Sequence[Any]):
-        self.updates = updates
-        self.index = -1
-        self.stream = ""  # the one that is being put on the grid, before the first update
-        self.flags: dict[torch.device, Tensor] = {}  # on each device a number for each update, the last one for the beginning
+    def __init__(self, updates: Sequence[Any], streams: Sequence[str]):
+        self.updates, self.streams = updates, streams
+        self.index = len(updates)
+        self.flags: dict[torch.device, Tensor] = {}  # on each device, one for each value of `index`
         self.copies: list[tuple[Tensor, Any]] = []  # of the flags, on their way to the CPU
 
     def within(self, t: Tensor) -> Tensor:
@@ -39,16 +38,12 @@ class Ledger:
                 raise self.error(self.index)
             return t  # NaN and inf stay what they are
         if told:
-            self.flags_on(value.device)[self.slot] += beyond.any()
+            self.flags_on(value.device)[self.index] += beyond.any()
         return t + torch.zeros_like(value).masked_fill_(beyond, torch.nan)  # an addition saves nothing for backward
-
-    @property
-    def slot(self) -> int:
-        return self.index if self.index >= 0 else len(self.updates)
 
     def flags_on(self, device: torch.device) -> Tensor:
         if device not in self.flags:
-            self.flags[device] = torch.zeros(len(self.updates) + 1, dtype=torch.int32, device=device)
+            self.flags[device] = torch.zeros(len(self.updates) + len(self.streams), dtype=torch.int32, device=device)
         return self.flags[device]
 
     def close(self, outputs: Iterable[Tensor]) -> None:
@@ -78,6 +73,7 @@ class Ledger:
         self.copies = []
 
     def error(self, index: int) -> errors.OutOfRange:
-        if 0 <= index < len(self.updates):
-            return errors.out_of_range(errors.at(index, self.updates[index]), f"the stream {self.updates[index].target!r}", LIMIT)
-        return errors.out_of_range(None, f"the stream {self.stream!r}" if self.stream else "a stream", LIMIT)
+        if index < len(self.updates):
+            update = self.updates[index]
+            return errors.out_of_range(f"the stream {update.target!r}", LIMIT, errors.at(index, update))
+        return errors.out_of_range(f"the stream {self.streams[index - len(self.updates)]!r}", LIMIT)

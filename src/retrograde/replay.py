@@ -63,7 +63,7 @@ def modules_called() -> Iterator[set[nn.Module]]:
 
 def untraced(make: Callable[..., Any]) -> Callable[..., Any]:
     """For a function that makes hooks: torch.compile leaves them alone, though they are called from inside compiled functions."""
-    compiler = torch._C._dynamo.eval_frame
+    compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
     for code in make.__code__.co_consts:
         if isinstance(code, types.CodeType):

@@ -31,7 +31,7 @@ REPEATS = 50  # of one addition, so that launching it does not count
 def additions(device: str, rounds: int, size: int) -> dict[str, Timing]:
     """Seconds of adding a 16-bit increment to a float32 stream of so many numbers."""
     part, stream = torch.randn(size, device=device, dtype=torch.bfloat16), torch.randn(size, device=device)
-    ledger = Ledger([])
+    ledger = Ledger([], ["stream"])
     wide = exact.on_grid(stream, exact.GRID)
     forms: dict[str, Callable[[], object]] = {"float": lambda: stream + part}
     if fused.usable(stream):

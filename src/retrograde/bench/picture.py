@@ -1,4 +1,4 @@
-"""Memory against depth as a picture. The only file of the package that imports matplotlib."""
+"""Memory against depth as a picture, and what all pictures share. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ def draw(report: Report, path: Path) -> None:
     figure.text(0.02, 0.93, f"Peak memory of a training step: {what}, {name}", color=INK, fontsize=11.5, weight="bold")
     axes.set_xlabel("depth, in blocks of attention and MLP", color=INK, fontsize=9.5)
     figure.text(0.02, 0.02, f"{report.what()}\n{report.where()}", color=FAINT, fontsize=7, linespacing=1.4)
+    save_png(figure, path)
+
+
+def save_png(figure: Figure, path: Path) -> None:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     picture = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")

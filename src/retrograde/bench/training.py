@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from .language import Bytes, batch, standard_library, train
-from .report import beside, origin, save
+from .report import origin, save
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VARIANTS = {"store": ("store", "float"), "exact": ("reverse", "exact"), "float": ("reverse", "float")}
+COLORS = {"store": "#8a8f98", "exact": "#1d4ed8", "float": "#d97706"}
 
 
 def curve(dtype: str, variant: str, seed: int, sizes: dict[str, int], text: Tensor, probe: Tensor) -> list[tuple[int, float]]:
@@ -68,30 +69,30 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from .picture import FAINT, INK, save_png
 
-    colours = {"store": "#8b8f9a", "exact": "#1d4ed8", "float": "#d97706"}
-    fig, axes = plt.subplots(1, 2, figsize=(14, 6), dpi=100, sharey=True)
-    for ax, dtype in zip(axes, DTYPES, strict=True):
-        for row in report["rows"]:
-            if row["dtype"] == dtype:
-                label = row["variant"] if row["seed"] == 0 else None
-                ax.plot(*zip(*row["curve"], strict=True), color=colours[row["variant"]], linewidth=1.5, alpha=0.7, label=label)
-        ax.set_title(f"{dtype} model", fontsize=15)
-        ax.set_xlabel("step")
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("held-out bits per byte")
-    axes[1].legend(frameon=False, fontsize=13)
-    seeds = report["setting"]["seeds"]
-    fig.suptitle(f"Ordinary training, exact and float reversal, {seeds} seeds each", fontsize=17, fontweight="bold")
-    fig.text(0.01, 0.01, f"{report['machine']['device']}, torch {report['machine']['torch']}, {report['date']}", fontsize=10)
-    fig.tight_layout(rect=(0, 0.03, 1, 1))
-    with beside(path) as part:
-        fig.savefig(part, format="png")
-    plt.close(fig)
+    figure = Figure(figsize=(7, 4), dpi=200, facecolor="white")
+    for i, dtype in enumerate(DTYPES):
+        axes = figure.add_axes((0.085 + 0.48 * i, 0.22, 0.41, 0.58))
+        for row in (row for row in report["rows"] if row["dtype"] == dtype):
+            label = row["variant"] if row["seed"] == 0 else None
+            axes.plot(*zip(*row["curve"], strict=True), color=COLORS[row["variant"]], linewidth=1.2, alpha=0.8, label=label)
+        axes.set_title(f"{dtype} model", fontsize=9.5, color=INK)
+        axes.set_xlabel("step", fontsize=9, color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8, colors=INK)
+        axes.legend(frameon=False, fontsize=8.5)
+    figure.text(
+        0.02, 0.93, "Held-out bits per byte: ordinary training, exact and float reversal", color=INK, fontsize=11.5, weight="bold"
+    )
+    s, m = report["setting"], report["machine"]
+    what = f"{s['depth']} blocks of width {s['width']}, {s['seeds']} seeds each"
+    figure.text(
+        0.02, 0.02, f"{what}\n{m['device']}, torch {m['torch']}, {report['date']}", color=FAINT, fontsize=7, linespacing=1.4
+    )
+    save_png(figure, path)
 
 
 def main() -> None:
