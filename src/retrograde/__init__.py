@@ -2,7 +2,7 @@
 
 from . import check, wirings
 from .engine import invert, run
-from .errors import ProgramError, ReplayError, RetrogradeError
+from .errors import OutOfRange, ProgramError, ReplayError, RetrogradeError
 from .memory import Anchor, Budget, ReverseAbove, StoreLast
 from .modules import Reversible, ReversibleSequence
 from .replay import replaying
@@ -16,6 +16,7 @@ __all__ = [
     "Affine",
     "Anchor",
     "Budget",
+    "OutOfRange",
     "ProgramError",
     "ReplayError",
     "RetrogradeError",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -85,13 +84,3 @@ def _holds_sixteen_bits(fn: Any) -> bool:
         if sharded is not None and sharded(module)._mp_policy.param_dtype in SIXTEEN:
             return True
     return any(t.dtype in SIXTEEN for t in others)
-
-
-def warn_of_sixteen_bits(where: str, out: Any) -> None:
-    """Autocast inside of fn cannot be seen before; and rules other than addition have no exact form."""
-    if any(t.dtype in SIXTEEN for t in tensors(out)):
-        warnings.warn(
-            f"{where}: fn computes in 16 bits, and its stream is recovered by subtraction that rounds: gradients will be off. "
-            "Use arithmetic='exact' (for additions), or memory='checkpoint'; arithmetic='float' accepts the error",
-            stacklevel=2,
-        )

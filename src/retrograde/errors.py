@@ -46,6 +46,13 @@ def out_of_range(what: str, limit: float, where: str | None = None) -> OutOfRang
     )
 
 
+def sixteen_bits(where: str) -> str:
+    return (
+        f"{where}: fn computes in 16 bits, and its stream is recovered by subtraction that rounds: gradients will be off. "
+        "Use arithmetic='exact' (for additions), or memory='checkpoint'; arithmetic='float' accepts the error"
+    )
+
+
 def edited_by_fn(where: str, what: str) -> ProgramError:
     return ProgramError(f"fn edited {what} in place. Let fn work on a copy (`x = x.clone()`, or `x + 1` for `x += 1`)", where)
 

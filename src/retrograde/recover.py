@@ -18,6 +18,7 @@ The mechanism. Autograd's graph stays in place; only what it keeps is changed.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import errors
-from .arithmetic import warn_of_sixteen_bits
+from .arithmetic import SIXTEEN
 from .call import Streams, call, fitting, sources_of, version_of
 from .context import Context
 from .exact import Exact
@@ -122,8 +123,6 @@ class Run:
                 else:
                     out = call(index, update, state, sources, context.side)
                 fitting(index, update, target, out)
-                if context.wary and not self.keeps_sources and not isinstance(target, Exact):
-                    warn_of_sixteen_bits(record.where, out)
                 applied = rule.apply(target, out) if rule.saves and not self.keeps_sources else None
             sight.after(called, live)
             bought = self.purse is not None and self.purse.buys(record, record.where, tensors(target))
@@ -144,7 +143,16 @@ class Run:
     def keep_finals(self, state: Streams) -> None:
         touched = dict.fromkeys(name for r in self.records for name in (*r.update.sources, r.update.target))
         targets = dict.fromkeys(r.update.target for r in self.records)
+        if self.context.wary and any(dtype in SIXTEEN for _, dtype, _ in self.context.known):
+            self.warn_of_sixteen_bits([name for name in targets if not isinstance(state[name], Exact)])
         state.update(self.keep({name: state[name] for name in touched}, {name: state[name] for name in targets}))
+
+    def warn_of_sixteen_bits(self, rounded: list[str]) -> None:
+        """Autocast inside of fn cannot be seen before it runs; and rules other than addition have no exact form."""
+        for record in self.records:
+            if record.update.target in rounded and any(dtype in SIXTEEN for _, dtype, _ in record.meta):
+                warnings.warn(errors.sixteen_bits(record.where), stacklevel=2)
+                return
 
     def keep(self, saved: Streams, passed: Any) -> Any:
         """Give `saved` and the side inputs to autograd; returns `passed`, behind the node that keeps them."""

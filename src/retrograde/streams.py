@@ -70,7 +70,7 @@ def _leaf_mismatch(a: Tensor, b: Any) -> str | None:
         return f"fn returned shape {tuple(b.shape)}, the stream has {tuple(a.shape)} (nothing is broadcast)"
     if a.device != b.device:
         return f"fn returned a tensor on {b.device}, the stream is on {a.device}"
-    if a.dtype != b.dtype and (b.dtype == torch.bool or not torch.can_cast(b.dtype, a.dtype)):
+    if b.dtype == torch.bool or (a.dtype != b.dtype and not torch.can_cast(b.dtype, a.dtype)):
         return f"fn returned {b.dtype}, which cannot be added to a stream of {a.dtype}"
     return None
 

@@ -44,6 +44,9 @@ class Add(Rule):
     additive = True
     symbol = "+="
 
+    def __init_subclass__(cls) -> None:
+        cls.additive = vars(cls).get("additive", False)  # what is derived from addition need not be one
+
     def apply(self, target: Any, out: Any) -> Any:
         return arithmetic.plus(target, out)
 
