@@ -35,7 +35,7 @@ from .purse import Purse
 from .record import Record, check_captured, describe, difference_of, packer, reader
 from .replay import modules_called, second_run
 from .sight import Sight
-from .streams import detached, flatten, tensors, unflatten
+from .streams import detached, each, flatten, tensors, unflatten
 from .update import Update
 from .walks import Walk, enrol, retire
 
@@ -135,18 +135,20 @@ class Run:
         record.drawn = context.draws.since()
         self.records.append(record)
         if self.keeps_sources:
-            out = self.keep({name: state[name] for name in update.sources}, out)
+            out = each(self.keep({name: state[name] for name in update.sources}), out)
         state[update.target] = rule.apply(target, out) if applied is None else applied
 
     def keep_finals(self, state: Streams) -> None:
         touched = dict.fromkeys(name for r in self.records for name in (*r.update.sources, r.update.target))
-        targets = dict.fromkeys(r.update.target for r in self.records)
-        state.update(self.keep({name: state[name] for name in touched}, {name: state[name] for name in targets}))
+        behind = self.keep({name: state[name] for name in touched})
+        for name in dict.fromkeys(r.update.target for r in self.records):
+            state[name] = each(behind, state[name])
 
-    def keep(self, saved: Streams, passed: Any) -> Any:
-        """Give `saved` and the side inputs to autograd; returns `passed`, behind the node that keeps them."""
+    def keep(self, saved: Streams) -> Callable[[Any], Any]:
+        """Give `saved` and the side inputs to autograd; returns what puts a leaf behind the node that keeps them."""
         self.lowest = next((number for number, record in enumerate(self.records) if record.meta), 0)
-        devices = {device for record in self.records for shape, _, device in record.meta if len(shape)}
+        metas = {id(record.meta): record.meta for record in self.records}  # most are one and the same
+        devices = {device for meta in metas.values() for shape, _, device in meta if len(shape)}
         self.scattered = len(devices | {t.device for value in saved.values() for t in tensors(value)}) > 1
         kept: list[Tensor] = []
         for name, value in saved.items():
@@ -160,8 +162,8 @@ class Run:
         kept += self.context.tensors
         vault = Vault.apply(torch.empty(0, requires_grad=True), kept)
         self.vault = weakref.ref(vault)
-        flat, spec = flatten(passed)  # a node for each leaf: a loss on one of them does not reach into the others
-        return unflatten([Keep.apply(self, (vault,), t) if isinstance(t, Tensor) and t.requires_grad else t for t in flat], spec)
+        # a node for each leaf: a loss on one of them does not reach into the others
+        return lambda t: Keep.apply(self, (vault,), t) if isinstance(t, Tensor) and t.requires_grad else t
 
     # backward
 
@@ -235,7 +237,7 @@ class Run:
         if j in record.stale:
             raise errors.edited_inside(record.where, record.meta[j][0])
         number = record.number
-        if not _LOCK.acquire(timeout=_PATIENCE):
+        if not _LOCK.acquire(False) and not _LOCK.acquire(timeout=_PATIENCE):
             raise errors.stuck(record.where)
         try:
             walk = self.walks.get(torch._C._current_graph_task_id())
@@ -287,14 +289,14 @@ class Run:
         update, rule = record.update, record.update.rule
         if record.values is not None:
             return self.stored(walk, record)
-        difference = record.sight.difference()
-        if difference:
+        same = record.sight.same()
+        if difference := record.sight.difference(same):
             raise errors.changed_since(record.where, difference)
         before = state.get(update.target)
         store: list[Any] = []
         versions: list[int] = []
         with second_run(context.modes):
-            swap = record.sight.again()
+            swap = record.sight.again(same)
             drawn = context.draws.again(record.drawn)
             try:
                 sources = record.sources_again(state)
@@ -303,8 +305,9 @@ class Run:
                     if walk.at > number:
                         if why := rule.mismatch(before, out):
                             raise errors.other_path(record.where, why)
-                        with torch.no_grad():
-                            before = state[update.target] = rule.undo(before, out)
+                        torch._C._set_grad_enabled(False)
+                        before = state[update.target] = rule.undo(before, out)
+                        torch._C._set_grad_enabled(True)  # after an error, `second_run` sees to it
                         walk.at = number
                     if rule.saves and not self.keeps_sources:
                         rule.apply(record.target_again(before), out)
