@@ -29,7 +29,7 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
     watched: list[Tensor] = []
     for value in (*state.values(), *sources, *kwargs.values()):
         watched += (value,) if isinstance(value, Tensor) else tensors(value)
-    versions = list(map(version_of, watched))
+    versions = [t._version for t in watched if not t.is_inference()]
     try:
         out = update.fn(*sources, **kwargs)
     except Exception as error:
@@ -37,8 +37,9 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
         if "saved tensor hooks" in str(error):
             error.add_note("torch.func transforms inside fn need memory='store', or torch.autograd.grad in their place")
         raise
-    if list(map(version_of, watched)) != versions:
-        edited = {id(t) for t, version in zip(watched, versions, strict=True) if version_of(t) != version}
+    if [t._version for t in watched if not t.is_inference()] != versions:
+        own = [t for t in watched if not t.is_inference()]
+        edited = {id(t) for t, version in zip(own, versions, strict=True) if t._version != version}
         raise errors.edited_by_fn(errors.at(index, update), _name_of(edited, update, state, sources, kwargs))
     if observer is not None:
         observer(index, update, sources, out)

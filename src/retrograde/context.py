@@ -21,7 +21,7 @@ class Context:
 
     def __init__(self, side: Streams, wary: bool = False):
         self.wary = wary  # of functions that turn out to compute in 16 bits
-        flat, self.side_spec = tree_flatten(side)
+        flat, self.side_spec = tree_flatten(side) if side else ([], None)
         # inference tensors cannot be saved by autograd, and cannot change either
         kept = [isinstance(t, Tensor) and not t.is_inference() for t in flat]
         self.side, self.tensors = side, [t for t, is_kept in zip(flat, kept, strict=True) if is_kept]
@@ -30,11 +30,11 @@ class Context:
         self.modes = modes()
         self.draws = Draws(generators(flat))
         self.sights: list[Sight] = []
-        self.known: dict[Any, Any] = {}  # each (shape, dtype, device) once
+        self.known: list[list[Any]] = []  # what fns have saved, the last kinds: most are like one that came before
 
     def check_side(self) -> None:
         """fns may have put something into a list or a dict: no version tells."""
-        if self.side_spec.num_nodes > 1 + len(self.others):  # there are such
+        if self.side_spec is not None and self.side_spec.num_nodes > 1 + len(self.others):  # there are such
             now = tree_flatten(self.side)[0]
             rest = iter(self.tensors)
             then = [next(rest) if other is _HOLE else other for other in self.others]
@@ -46,6 +46,8 @@ class Context:
         self.side, self.tensors, self.sights = {}, [], []
 
     def side_again(self, saved: Iterable[Tensor]) -> Streams:
+        if self.side_spec is None:
+            return {}
         pairs = zip(saved, self.grads, strict=True)
         rest = iter([t if t.requires_grad is grad else t.detach().requires_grad_(grad) for t, grad in pairs])
         return tree_unflatten([next(rest) if other is _HOLE else other for other in self.others], self.side_spec)

@@ -62,13 +62,15 @@ class Held:
 
     def _look_beside(self, module: nn.Module) -> None:
         """What a module holds without registering it: in its attributes, and the modules its forward takes from around it."""
-        for name, value in module.__dict__.items():
-            if name not in _STANDARD and not isinstance(value, _TELLING_NOTHING):
-                self._look_into(value, 3)
+        own = module.__dict__
+        for name in own.keys() - _STANDARD:
+            if not isinstance(own[name], _TELLING_NOTHING):
+                self._look_into(own[name], 3)
         forward = type(module).forward
         if isinstance(forward, types.FunctionType):
             around = forward.__globals__
-            self.roots += [around[name] for name in forward.__code__.co_names if isinstance(around.get(name), nn.Module)]
+            used = around.keys() & forward.__code__.co_names
+            self.roots += [around[name] for name in used if isinstance(around[name], nn.Module)]
 
     def _look_into(self, fn: Any, depth: int = 0) -> None:
         """A function, a method, a partial or any object: through closures, defaults, attributes and containers."""

@@ -13,7 +13,7 @@ from .exact import read
 from .held import home_of
 from .replay import untraced
 from .sight import Sight
-from .streams import flatten, tensors, unflatten, with_strides
+from .streams import each, flatten, tensors, unflatten, with_strides
 from .update import Update
 
 
@@ -50,20 +50,17 @@ class Record:
 
     def sources_again(self, state: Streams) -> list[Any]:
         """The recovered sources in the layout and with the flags that fn saw."""
-        sources, i, names = [], 0, self.update.sources
-        for name in names:
-            if name in names[: len(sources)]:  # twice the same: so it was for fn
-                sources.append(sources[names.index(name)])
-                i += len(flatten(sources[-1])[0])
-                continue
-            flat, spec = flatten(read(state[name]))
-            again = []
-            for t in flat:
-                t = with_strides(t, self.strides[i])
-                again.append(t.detach().requires_grad_() if self.grads[i] else t)
-                i += 1
-            sources.append(unflatten(again, spec))
-        return sources
+        rest, again = zip(self.strides, self.grads, strict=True), {}
+
+        def leaf(t: Tensor) -> Tensor:
+            strides, grad = next(rest)
+            t = with_strides(t, strides)
+            return t.detach().requires_grad_() if grad else t
+
+        for name in self.update.sources:
+            value = each(leaf, read(state[name]))
+            again.setdefault(name, value)  # twice the same: so it was for fn
+        return [again[name] for name in self.update.sources]
 
     def target_again(self, target: Any) -> Any:
         flat, spec = flatten(target)
@@ -104,9 +101,15 @@ def reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
     return read
 
 
-def describe(store: list[Any], known: dict[Any, Any]) -> list[Any]:
-    """(shape, dtype, device) of each; equal ones are the same object, as many objects would keep gc busy."""
-    return [known.setdefault(key, key) for key in [(t.shape, t.dtype, t.device) for t in store]]
+def describe(store: list[Any], known: list[list[Any]]) -> list[Any]:
+    """(shape, dtype, device) of each; equal lists are the same object, as many objects would keep gc busy."""
+    meta = [(t.shape, t.dtype, t.device) for t in store]
+    for other in known:
+        if other == meta:
+            return other
+    known.insert(0, meta)
+    del known[8:]
+    return meta
 
 
 def difference_of(old: list[Any], new: list[Any]) -> str:

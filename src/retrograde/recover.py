@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from .purse import Purse
 from .record import Record, check_captured, describe, difference_of, packer, reader
 from .replay import modules_called, second_run
 from .sight import Sight
-from .streams import detached, flatten, tensors, unflatten
+from .streams import detached, each, flatten, tensors, unflatten
 from .update import Update
 from .walks import Walk, enrol, retire
 
@@ -137,27 +137,34 @@ class Run:
         record.drawn = context.draws.since()
         self.records.append(record)
         if self.keeps_sources:
-            out = self.keep(dict(zip(update.sources, sources, strict=True)), out)
+            out = each(self.keep(dict(zip(update.sources, sources, strict=True))), out)
         state[update.target] = rule.apply(target, out) if applied is None else applied
 
     def keep_finals(self, state: Streams) -> None:
         touched = dict.fromkeys(name for r in self.records for name in (*r.update.sources, r.update.target))
         targets = dict.fromkeys(r.update.target for r in self.records)
-        if self.context.wary and any(dtype in SIXTEEN for _, dtype, _ in self.context.known):
+        if self.context.wary:
             self.warn_of_sixteen_bits([name for name in targets if not isinstance(state[name], Exact)])
-        state.update(self.keep({name: state[name] for name in touched}, {name: state[name] for name in targets}))
+        behind = self.keep({name: state[name] for name in touched})
+        for name in targets:
+            state[name] = each(behind, state[name])
 
     def warn_of_sixteen_bits(self, rounded: list[str]) -> None:
         """Autocast inside of fn cannot be seen before it runs; and rules other than addition have no exact form."""
-        for record in self.records:
-            if record.update.target in rounded and any(dtype in SIXTEEN for _, dtype, _ in record.meta):
+        short = {id(meta) for meta in self.metas() if any(dtype in SIXTEEN for _, dtype, _ in meta)}
+        for record in self.records if short else ():
+            if record.update.target in rounded and id(record.meta) in short:
                 warnings.warn(errors.sixteen_bits(record.where), stacklevel=2)
                 return
 
-    def keep(self, saved: Streams, passed: Any) -> Any:
-        """Give `saved` and the side inputs to autograd; returns `passed`, behind the node that keeps them."""
+    def metas(self) -> Iterable[list[Any]]:
+        """What updates have saved; most saved the same, and share one list."""
+        return {id(record.meta): record.meta for record in self.records}.values()
+
+    def keep(self, saved: Streams) -> Callable[[Any], Any]:
+        """Give `saved` and the side inputs to autograd; returns what puts a leaf behind the node that keeps them."""
         self.lowest = next((number for number, record in enumerate(self.records) if record.meta), 0)
-        devices = {device for record in self.records for shape, _, device in record.meta if len(shape)}
+        devices = {device for meta in self.metas() for shape, _, device in meta if len(shape)}
         self.scattered = len(devices | {t.device for value in saved.values() for t in tensors(value)}) > 1
         kept: list[Tensor] = []
         for name, value in saved.items():
@@ -171,8 +178,8 @@ class Run:
         kept += self.context.tensors
         vault = Vault.apply(torch.empty(0, requires_grad=True), kept)
         self.vault = weakref.ref(vault)
-        flat, spec = flatten(passed)  # a node for each leaf: a loss on one of them does not reach into the others
-        return unflatten([Keep.apply(self, (vault,), t) if isinstance(t, Tensor) and t.requires_grad else t for t in flat], spec)
+        # a node for each leaf: a loss on one of them does not reach into the others
+        return lambda t: Keep.apply(self, (vault,), t) if isinstance(t, Tensor) and t.requires_grad else t
 
     # backward
 
@@ -246,7 +253,7 @@ class Run:
         if j in record.stale:
             raise errors.edited_inside(record.where, record.meta[j][0])
         number = record.number
-        if not _LOCK.acquire(timeout=_PATIENCE):
+        if not _LOCK.acquire(False) and not _LOCK.acquire(timeout=_PATIENCE):
             raise errors.stuck(record.where)
         try:
             walk = self.walks.get(torch._C._current_graph_task_id())
@@ -298,14 +305,14 @@ class Run:
         update, rule = record.update, record.update.rule
         if record.values is not None:
             return self.stored(walk, record)
-        difference = record.sight.difference()
-        if difference:
+        same = record.sight.same()
+        if difference := record.sight.difference(same):
             raise errors.changed_since(record.where, difference)
         before = state.get(update.target)
         store: list[Any] = []
         versions: list[int] = []
         with second_run(context.modes):
-            swap = record.sight.again()
+            swap = record.sight.again(same)
             drawn = context.draws.again(record.drawn)
             try:
                 sources = record.sources_again(state)
@@ -314,8 +321,9 @@ class Run:
                     if walk.at > number:
                         if why := rule.mismatch(before, out):
                             raise errors.other_path(record.where, why)
-                        with torch.no_grad():
-                            before = state[update.target] = rule.undo(before, out)
+                        torch._C._set_grad_enabled(False)
+                        before = state[update.target] = rule.undo(before, out)
+                        torch._C._set_grad_enabled(True)  # after an error, `second_run` sees to it
                         walk.at = number
                     if rule.saves and not self.keeps_sources:
                         rule.apply(record.target_again(before), out)

@@ -8,6 +8,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,27 +26,30 @@ def replaying() -> bool:
 class second_run:
     """fn is run again: `replaying()` is true, grad is on, modes are as in the first run, and no transform is around."""
 
-    __slots__ = ("grad", "stack", "then")
+    __slots__ = ("caching", "grad", "now", "stack", "then")
 
-    def __init__(self, then: tuple[Any, ...]):
+    def __init__(self, then: list[Any]):
         self.then = then
         self.stack: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
-        now = modes()
-        vmap = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP) or torch._C._are_functorch_transforms_active()
-        if vmap or now != self.then:
+        if torch._C._dispatch_tls_is_dispatch_key_included(_VMAP) or torch._C._are_functorch_transforms_active():
             self.stack = contextlib.ExitStack()
-            if vmap:
-                self.stack.enter_context(_outside_vmap())
-            self.stack.enter_context(_with_modes(self.then, now))
-        self.grad = torch.is_grad_enabled()
+            self.stack.enter_context(_outside_vmap())
+        self.now = modes()
+        if self.now != self.then:
+            _switch(self.now, self.then)
+        self.caching, self.grad = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+        torch.set_autocast_cache_enabled(False)  # as in the forward pass
         torch._C._set_grad_enabled(True)
         _LOCAL.depth = getattr(_LOCAL, "depth", 0) + 1
 
     def __exit__(self, *_: Any) -> None:
         _LOCAL.depth -= 1
         torch._C._set_grad_enabled(self.grad)
+        torch.set_autocast_cache_enabled(self.caching)
+        if self.now != self.then:
+            _switch(self.then, self.now)
         if self.stack is not None:
             self.stack.close()
 
@@ -76,10 +80,10 @@ def untraced(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mark(generator: torch.Generator) -> Any:
     """The state of a generator, as something that is quickly compared."""
-    if generator.device.type == "cuda":
+    if generator is not torch.default_generator and generator.device.type == "cuda":
         return generator.initial_seed(), generator.get_offset()
     state = generator.get_state()
-    return ctypes.string_at(state.data_ptr(), state.numel())
+    return (ctypes.c_char * state.numel()).from_address(state.data_ptr()).raw
 
 
 def _set(generator: torch.Generator, mark: Any) -> None:
@@ -89,6 +93,11 @@ def _set(generator: torch.Generator, mark: Any) -> None:
         generator.set_state(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
 
 
+@functools.cache
+def _has_mps() -> bool:
+    return torch.backends.mps.is_available()
+
+
 def generators(side: list[Any]) -> list[torch.Generator]:
     """Those of the CPU and of every device in use, and those given as side inputs."""
     found = [torch.default_generator]
@@ -96,7 +105,7 @@ def generators(side: list[Any]) -> list[torch.Generator]:
         module = getattr(torch, kind)
         if module.is_initialized():
             found += module.default_generators
-    if torch.backends.mps.is_available():
+    if _has_mps():
         found.append(torch.mps._get_default_mps_generator())
     return found + [g for g in side if isinstance(g, torch.Generator)]
 
@@ -157,39 +166,32 @@ def _move(found: list[torch.Generator], now: list[Any], to: list[Any]) -> None:
 
 # -- modes -------------------------------------------------------------------------------------------------------------
 
-_SDPA: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-]
-
 
 @functools.cache
-def _device_types() -> tuple[str, ...]:
+def _modes() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How to read and how to set the attention backends, and autocast of every device type."""
+    found: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+        (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+        (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+        (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    ]
     accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+        found.append((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
+        found.append((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)))
+    return found
 
 
-def modes() -> tuple[Any, ...]:
-    """Autocast of every device type and the attention backends, as they are now."""
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _device_types()]
-    return autocast, torch.is_autocast_cache_enabled(), [get() for get, _ in _SDPA]
+def modes() -> list[Any]:
+    """All of them as they are now."""
+    return [get() for get, _ in _modes()]
 
 
-@contextlib.contextmanager
-def _with_modes(then: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[None]:
-    autocast, cache, backends = then
-    try:
-        for (_, put), value in zip(_SDPA, backends, strict=True):
-            put(value)
-        with contextlib.ExitStack() as stack:
-            for device, enabled, dtype in autocast:
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache))
-            yield
-    finally:
-        for (_, put), value in zip(_SDPA, now[2], strict=True):
-            put(value)
+def _switch(now: list[Any], to: list[Any]) -> None:
+    for (_, put), old, new in zip(_modes(), now, to, strict=True):
+        if old != new:
+            put(new)
 
 
 # -- transforms --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from .held import Held, home_of, parts
@@ -22,7 +23,7 @@ class Sight:
     """Made before the call; `after` completes it."""
 
     __slots__ = (
-        "before", "buffers", "fn", "held", "hooks", "modules", "parameters", "repeatable", "rule", "tensors", "training",
+        "before", "buffers", "fn", "held", "hooks", "modules", "parameters", "plain", "repeatable", "rule", "tensors", "training",
         "versions",
     )  # fmt: skip
 
@@ -30,18 +31,18 @@ class Sight:
         self.fn, self.rule = fn, rule
         self.held = held = Held(fn, rule)
         self.modules = held.modules  # those that must be as they were
+        self.tensors = [(t, t._version) for t in held.tensors]  # held by fn otherwise
         self.training: list[bool] = []
         self.hooks: list[Any] = []
-        self.versions: list[int] = []  # of the parameters before the call
-        self.tensors = [(t, t._version) for t in held.tensors]  # held by fn otherwise
-        self.parameters: list[tuple[dict[str, Any], str, Tensor, int, bool, int]] = []
+        self.parameters: list[tuple[dict[str, Any], str, Parameter, int, bool, int]] = []
         self.buffers: list[tuple[dict[str, Any], str, Tensor, int]] = []  # those that fn leaves alone
         self.before: list[tuple[nn.Module, str, Any, int, Any]] = []  # those that it changes, replaces or makes: what they were
+        self.versions: list[int] = []  # of the parameters before the call
         self.repeatable = True
         for m in held.modules:
             for p in m._parameters.values():
                 if p is not None:
-                    if type(p) is not nn.Parameter and is_lazy(p):
+                    if type(p) is not Parameter and is_lazy(p):
                         self.repeatable = False
                     self.versions.append(p._version)
             for name, b in m._buffers.items():
@@ -65,16 +66,19 @@ class Sight:
             homes = {home_of(t) for t in saved}
             used = [m for m in modules if any(_there(p) and home_of(p) in homes for p in m._parameters.values())]
             self.modules = [m for m in modules if m in called or m in used]
-        made = False
+        made, versions = False, []
         for m in modules:
             slots = m._parameters
             for name, p in slots.items():
                 if _there(p):
+                    versions.append(p._version)
                     self.parameters.append((slots, name, p, p._version, p.requires_grad, home_of(p)))
-            made = made or bool(m._buffers)
-        for m in self.modules:
             self.training.append(m.training)
             self.hooks.append(_hooks(m))
+            made = made or bool(m._buffers)
+        if len(self.versions) != len(versions):  # lazy ones have been made
+            self.versions = versions
+        self.plain = self.versions == versions
         if made or self.before:
             self._buffers_after()
 
@@ -119,28 +123,26 @@ class Sight:
                     b.copy_(snapshot)
                 _place(m._buffers, name, b)
 
-    def difference(self) -> str | None:
-        """What has been changed since, so that the call cannot be repeated; or None."""
+    def same(self) -> bool:
+        """Whether modules and their parameters are, at a glance, as they were before the call and after."""
         held = self.held
-        if held.loose:
-            modules = {id(m) for m in self.modules}
+        if not self.plain or parts(held.roots) != held.modules:
+            return False
+        for m, training, hooks in zip(held.modules, self.training, self.hooks, strict=True):
+            if m.training is not training or hooks != _hooks(m):
+                return False
+        for slots, name, p, version, requires_grad, home in self.parameters:
+            if slots.get(name) is not p or p._version != version or p.requires_grad is not requires_grad or home_of(p) != home:
+                return False
+        return True
+
+    def difference(self, same: bool = False) -> str | None:
+        """What has been changed since, so that the call cannot be repeated; or None."""
+        slots = None
+        if self.held.loose:
             slots = {id(m._parameters) for m in self.modules} | {id(m._buffers) for m in self.modules}
-        else:
-            modules = slots = None
-        present = parts(held.roots)
-        if present != held.modules:
-            gone = next((m for m in held.modules if m not in present), held.modules[-1])
-            if modules is None or id(gone) in modules:
-                return f"a part of fn, {type(gone).__name__},"
-        for module, training, hooks in zip(self.modules, self.training, self.hooks, strict=True):
-            if module.training is not training:
-                then, now = ("train", "eval") if training else ("eval", "train")
-                return f"the mode of {type(module).__name__} ({then}() in the forward pass, {now}() in backward)"
-            if hooks != _hooks(module):
-                return f"the forward hooks of {type(module).__name__}"
-        for own, name, p, version, _, home in self.parameters:
-            if (p._version != version or home_of(p) != home) and not _sharded(p) and (slots is None or id(own) in slots):
-                return f"the parameter {name!r} of shape {tuple(p.shape)}"
+        if not same and (what := self._module_difference(slots)):
+            return what
         for own, name, b, version in self.buffers:
             if b._version != version and (slots is None or id(own) in slots):
                 return f"the buffer {name!r} of shape {tuple(b.shape)}"
@@ -151,19 +153,31 @@ class Sight:
                     return f"a tensor of shape {tuple(t.shape)} that fn holds on to"
         return None
 
-    def again(self) -> Swap:
+    def _module_difference(self, slots: set[int] | None) -> str | None:
+        """What has been changed of modules and parameters, if that is one of those slots; or None."""
+        present, modules, own = parts(self.held.roots), self.held.modules, set(self.modules)
+        if present != modules:
+            gone = next((m for m in modules if m not in present), modules[-1])
+            if gone in own:
+                return f"a part of fn, {type(gone).__name__},"
+        for module, training, hooks in zip(modules, self.training, self.hooks, strict=True):
+            if module not in own:
+                continue
+            if module.training is not training:
+                then, now = ("train", "eval") if training else ("eval", "train")
+                return f"the mode of {type(module).__name__} ({then}() in the forward pass, {now}() in backward)"
+            if hooks != _hooks(module):
+                return f"the forward hooks of {type(module).__name__}"
+        for place, name, p, version, _, home in self.parameters:
+            if (p._version != version or home_of(p) != home) and not _sharded(p) and (slots is None or id(place) in slots):
+                return f"the parameter {name!r} of shape {tuple(p.shape)}"
+        return None
+
+    def again(self, same: bool) -> Swap:
         """The same tensors in the same slots: those of functional_call, old values of buffers, parameters frozen since."""
         swap = Swap()
-        versions = self.versions if len(self.versions) == len(self.parameters) else [p[3] for p in self.parameters]
-        for (slots, name, p, version, requires_grad, _), at_first in zip(self.parameters, versions, strict=True):
-            now = slots.get(name)
-            if version != at_first and not _sharded(p):  # fn changed it, and is to find it as it left it
-                swap.put(slots, name, p.detach().clone().requires_grad_(requires_grad))
-                swap.clamped.append((name, swap.put_in[-1], p))
-            elif p.requires_grad is not requires_grad:
-                swap.put(slots, name, p.detach().requires_grad_(requires_grad))
-            elif now is not p and not _sharded(p) and not (now is not None and _sharded(now)):
-                swap.put(slots, name, p)
+        if not same:
+            self._parameters_again(swap)
         for slots, name, b, _ in self.buffers:
             if slots.get(name) is not b:
                 swap.put(slots, name, b)
@@ -173,6 +187,17 @@ class Sight:
                 snapshot = copies.setdefault(id(b), snapshot.clone().requires_grad_(b.requires_grad))
             swap.put(m._buffers, name, snapshot)
         return swap
+
+    def _parameters_again(self, swap: Swap) -> None:
+        for (slots, name, p, version, requires_grad, _), at_first in zip(self.parameters, self.versions, strict=True):
+            now = slots.get(name)
+            if version != at_first and not _sharded(p):  # fn changed it, and is to find it as it left it
+                swap.put(slots, name, p.detach().clone().requires_grad_(requires_grad))
+                swap.clamped.append((name, swap.put_in[-1], p))
+            elif p.requires_grad is not requires_grad:
+                swap.put(slots, name, p.detach().requires_grad_(requires_grad))
+            elif now is not p and not _sharded(p) and not (now is not None and _sharded(now)):
+                swap.put(slots, name, p)
 
 
 class Swap:
@@ -203,9 +228,9 @@ class Swap:
             _place(slots, name, t)
 
 
-def _there(p: Any) -> TypeGuard[nn.Parameter]:
+def _there(p: Any) -> TypeGuard[Parameter]:
     """A parameter that exists: neither None nor one that a lazy module has yet to make."""
-    return p is not None and (type(p) is nn.Parameter or not is_lazy(p))
+    return p is not None and (type(p) is Parameter or not is_lazy(p))
 
 
 def _place(slots: dict[str, Any], name: str, t: Any) -> None:
@@ -217,7 +242,7 @@ def _place(slots: dict[str, Any], name: str, t: Any) -> None:
 
 def _sharded(t: Tensor) -> bool:
     """FSDP2 exchanges sharded and full parameters in the same slots: they are its own to move."""
-    return type(t) is not nn.Parameter and type(t) is not Tensor and hasattr(t, "_local_tensor")
+    return type(t) is not Parameter and type(t) is not Tensor and hasattr(t, "_local_tensor")
 
 
 def _snapshot(module: nn.Module, name: str, b: Tensor) -> Tensor | None:
