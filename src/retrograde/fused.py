@@ -40,7 +40,18 @@ def split(t: Tensor, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
 
 def plus(high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
     """`part`, rounded to the grid, added or subtracted; with a ledger, what leaves the range is written down there."""
-    return _Plus.apply(high, low, part, sign, ledger)  # type: ignore[return-value]
+    if torch.is_grad_enabled() and (high.requires_grad or part.requires_grad):
+        return _Plus.apply(high, low, part, sign, ledger)  # type: ignore[return-value]
+    return _sum(high, low, part, sign, ledger)
+
+
+def _sum(high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
+    if part.stride() != high.stride():
+        part = torch.empty_like(high, dtype=part.dtype).copy_(part)
+    new_high, new_low = torch.empty_like(high), torch.empty_like(low)
+    flags, slot = (None, 0) if ledger is None else (ledger.flags_on(high.device), ledger.index)
+    _kernels().plus(high, low, part, new_high, new_low, sign, flags, slot)
+    return new_high, new_low
 
 
 class _Plus(torch.autograd.Function):
@@ -48,13 +59,9 @@ class _Plus(torch.autograd.Function):
     def forward(ctx: Any, high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.sign, ctx.dtype = sign, part.dtype
-        if part.stride() != high.stride():
-            part = torch.empty_like(high, dtype=part.dtype).copy_(part)
-        new_high, new_low = torch.empty_like(high), torch.empty_like(low)
-        flags = None if ledger is None else ledger.flags_on(high.device)
-        _kernels().plus(high, low, part, new_high, new_low, sign, flags, 0 if ledger is None else ledger.index)
-        ctx.mark_non_differentiable(new_low)
-        return new_high, new_low
+        made = _sum(high, low, part, sign, ledger)
+        ctx.mark_non_differentiable(made[1])
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:  # type: ignore[override]

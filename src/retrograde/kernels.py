@@ -59,16 +59,32 @@ def _plus(
 
 
 _kernel: Any = _plus
+_MADE: dict[
+    Any, Any
+] = {}  # compiled kernels, by what they were compiled for: Triton's own search for them takes longer than the launch
 
 
 def plus(
     high: Tensor, low: Tensor, part: Tensor, new_high: Tensor, new_low: Tensor, sign: int, flags: Tensor | None, slot: int
 ) -> None:
     """All of the same dense layout. With flags, a value beyond the limit becomes NaN and `flags[slot]` becomes 1."""
-    count = high.numel()
+    count, device = high.numel(), high.get_device()
     if not count:
-        return
+        return None
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            return plus(high, low, part, new_high, new_low, sign, flags, slot)
+    checked = flags is not None
     wide = part.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-    with torch.cuda.device_of(high):
-        given: list[Any] = [high, low, part, new_high, new_low, high if flags is None else flags, slot, count]
-        _kernel[(triton.cdiv(count, _BLOCK),)](*given, SUBTRACT=sign < 0, CHECK=flags is not None, WIDE=wide, BLOCK=_BLOCK)
+    given = (high, low, part, new_high, new_low, flags if checked else high, slot, count, sign < 0, checked, wide, _BLOCK)
+    grid = (triton.cdiv(count, _BLOCK), 1, 1)
+    common = (
+        count % 16 == 0 and count < 2**31 and all(t.data_ptr() % 16 == 0 for t in given[:6])
+    )  # Triton compiles for these apart
+    made = _MADE.get((device, part.dtype, sign, checked)) if common else None
+    if made is not None:
+        made[grid](*given)
+        return None
+    made = _kernel[grid](*given)
+    if common:
+        _MADE[device, part.dtype, sign, checked] = made
