@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -59,32 +60,36 @@ def _plus(
 
 
 _kernel: Any = _plus
-_MADE: dict[
-    Any, Any
-] = {}  # compiled kernels, by what they were compiled for: Triton's own search for them takes longer than the launch
+_MADE: dict[Any, Any] = {}  # compiled kernels: Triton's own search for them takes longer than the launch
 
 
 def plus(
     high: Tensor, low: Tensor, part: Tensor, new_high: Tensor, new_low: Tensor, sign: int, flags: Tensor | None, slot: int
 ) -> None:
     """All of the same dense layout. With flags, a value beyond the limit becomes NaN and `flags[slot]` becomes 1."""
-    count, device = high.numel(), high.get_device()
-    if not count:
-        return None
-    if torch.cuda.current_device() != device:
-        with torch.cuda.device(device):
-            return plus(high, low, part, new_high, new_low, sign, flags, slot)
-    checked = flags is not None
-    wide = part.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-    given = (high, low, part, new_high, new_low, flags if checked else high, slot, count, sign < 0, checked, wide, _BLOCK)
-    grid = (triton.cdiv(count, _BLOCK), 1, 1)
-    common = (
-        count % 16 == 0 and count < 2**31 and all(t.data_ptr() % 16 == 0 for t in given[:6])
-    )  # Triton compiles for these apart
-    made = _MADE.get((device, part.dtype, sign, checked)) if common else None
-    if made is not None:
-        made[grid](*given)
-        return None
-    made = _kernel[grid](*given)
-    if common:
-        _MADE[device, part.dtype, sign, checked] = made
+    device = high.get_device()
+    with contextlib.nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device):
+        count = high.numel()
+        wide = part.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        given = (
+            high,
+            low,
+            part,
+            new_high,
+            new_low,
+            high if flags is None else flags,
+            slot,
+            count,
+            sign < 0,
+            flags is not None,
+            wide,
+            _BLOCK,
+        )
+        grid, key = (triton.cdiv(count, _BLOCK), 1, 1), (device, part.dtype, sign, flags is None)
+        common = count % 16 == 0 and count < 2**31 and all(t.data_ptr() % 16 == 0 for t in given[:6])  # others are compiled apart
+        if common and key in _MADE:
+            _MADE[key][grid](*given)
+        elif count:
+            made = _kernel[grid](*given)
+            if common:
+                _MADE[key] = made

@@ -20,7 +20,11 @@ from .report import origin, save
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VARIANTS = {"store": ("store", "float"), "exact": ("reverse", "exact"), "float": ("reverse", "float")}
-COLORS = {"store": "#8a8f98", "exact": "#1d4ed8", "float": "#d97706"}
+LOOKS: dict[str, dict[str, Any]] = {  # they lie on top of each other
+    "store": {"color": "#c4c8ce", "linewidth": 5},
+    "exact": {"color": "#1d4ed8", "linewidth": 1.6},
+    "float": {"color": "#d97706", "linewidth": 1.6, "linestyle": (0, (2, 3))},
+}
 
 
 def curve(dtype: str, variant: str, seed: int, sizes: dict[str, int], text: Tensor, probe: Tensor) -> list[tuple[int, float]]:
@@ -78,7 +82,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes = figure.add_axes((0.085 + 0.48 * i, 0.22, 0.41, 0.58))
         for row in (row for row in report["rows"] if row["dtype"] == dtype):
             label = row["variant"] if row["seed"] == 0 else None
-            axes.plot(*zip(*row["curve"], strict=True), color=COLORS[row["variant"]], linewidth=1.2, alpha=0.8, label=label)
+            axes.plot(*zip(*row["curve"][1:], strict=True), label=label, **LOOKS[row["variant"]])
         axes.set_title(f"{dtype} model", fontsize=9.5, color=INK)
         axes.set_xlabel("step", fontsize=9, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
