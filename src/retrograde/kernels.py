@@ -71,22 +71,10 @@ def plus(
     with contextlib.nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device):
         count = high.numel()
         wide = part.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        given = (
-            high,
-            low,
-            part,
-            new_high,
-            new_low,
-            high if flags is None else flags,
-            slot,
-            count,
-            sign < 0,
-            flags is not None,
-            wide,
-            _BLOCK,
-        )
+        tensors = (high, low, part, new_high, new_low, high if flags is None else flags)
+        given = (*tensors, slot, count, sign < 0, flags is not None, wide, _BLOCK)
         grid, key = (triton.cdiv(count, _BLOCK), 1, 1), (device, part.dtype, sign, flags is None)
-        common = count % 16 == 0 and count < 2**31 and all(t.data_ptr() % 16 == 0 for t in given[:6])  # others are compiled apart
+        common = count % 16 == 0 and count < 2**31 and all(t.data_ptr() % 16 == 0 for t in tensors)  # others are compiled apart
         if common and key in _MADE:
             _MADE[key][grid](*given)
         elif count:
