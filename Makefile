@@ -14,8 +14,8 @@ test: lint
 test-slow: .venv/installed
 	$(TEST) -q -m slow
 
-test-peers: .venv/installed
-	@echo "no drop-in replacements yet: nothing to compare with the original packages"
+test-peers: .venv/peers
+	$(TEST) -q -m peers tests/peers
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -30,6 +30,10 @@ format: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,test]'
+	touch $@
+
+.venv/peers: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	touch $@
 
 clean:

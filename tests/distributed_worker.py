@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import retrograde as rg
+from retrograde.compat import nuwa
 
 WIDTH, WORLD = 8, 2
 
@@ -37,13 +38,16 @@ class WithContext(nn.Module):
 class Model(nn.Module):
     """Embedding, reversible blocks, head; as a case wants it, with a context from an encoder, shared or unused weights."""
 
-    def __init__(self, context=False, shared=False, unused=False):
+    def __init__(self, context=False, shared=False, unused=False, drop_in=False):
         super().__init__()
         make = WithContext if context else branch
         self.first = nn.Linear(WIDTH, WIDTH)
         self.encoder = nn.Linear(WIDTH, WIDTH) if context else None
-        blocks = [(make(), make()) for _ in range(1 if shared else 3)]
-        self.net = rg.ReversibleSequence(blocks * (3 if shared else 1), route=(context, context))
+        blocks = [(make(), make()) for _ in range(1 if shared else 3)] * (3 if shared else 1)
+        if drop_in:
+            self.net = nuwa.ReversibleSequence(blocks, {"context": [(context, context)] * 3})
+        else:
+            self.net = rg.ReversibleSequence(blocks, route=(context, context))
         self.spare = nn.Linear(WIDTH, WIDTH) if unused else None
         self.last = nn.Linear(WIDTH, 1)
 
@@ -147,6 +151,9 @@ CASES = {
     "ddp, shared weights, unused": lambda r, m: ddp(r, m, shared=True, unused=True, options={"find_unused_parameters": True}),
     "ddp, context": lambda r, m: ddp(r, m, context=True),
     "ddp, no_sync": lambda r, m: ddp(r, m, accumulate=2, context=True),
+    "ddp, drop-in": lambda r, m: ddp(
+        r, m, drop_in=True, shared=True, unused=True, context=True, options={"find_unused_parameters": True}
+    ),
     "fsdp, root": lambda r, m: sharded(r, m, "root"),
     "fsdp, each fn": lambda r, m: sharded(r, m, "fns"),
     "fsdp, f and g": lambda r, m: sharded(r, m, "pairs"),

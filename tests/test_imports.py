@@ -32,7 +32,10 @@ loss.backward()
 """
 
 
-@pytest.mark.parametrize("statements", ["import retrograde", STEP], ids=["import", "a step"])
+DROP_INS = "from retrograde.compat import axial_attention, nuwa, nuwa_video_audio, reformer, se3_transformer"
+
+
+@pytest.mark.parametrize("statements", ["import retrograde", STEP, DROP_INS], ids=["import", "a step", "the drop-ins"])
 def test_loads_torch_and_the_standard_library_alone(statements):
     """Neither the import nor an ordinary step loads a third package or torch's compiler, which takes seconds to import."""
     of_torch = {name.partition(".")[0] for name in loaded_by("import torch")}
@@ -43,6 +46,7 @@ def test_loads_torch_and_the_standard_library_alone(statements):
     assert not {
         name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor", "retrograde.bench", "retrograde.cli"))
     }
+    assert ("retrograde.compat" in loaded) == (statements is DROP_INS)
 
 
 class Branch(nn.Module):

@@ -18,7 +18,7 @@ from .update import ALL, Program, Update
 from .wirings import pair
 
 
-class _Net(nn.Module):
+class Net(nn.Module):
     """`memory` and `arithmetic` may be set at any time between forward passes; parameters do not depend on them."""
 
     def __init__(self, memory: Any, arithmetic: str):
@@ -42,7 +42,7 @@ class _Net(nn.Module):
         self._arithmetic = check_arithmetic(arithmetic)
 
 
-class Reversible(_Net):
+class Reversible(Net):
     """A list of updates as a module. Takes and returns a dict of streams; side inputs are keyword arguments.
 
     Each distinct module among the functions is registered once, in `fns`. Parameters of other callables are the caller's to
@@ -106,7 +106,7 @@ class _Through:
         return self.block(self.name, *args, **side)
 
 
-class ReversibleSequence(_Net):
+class ReversibleSequence(Net):
     """Pair blocks one after the other: x1 += f(x2), x2 += g(x1) for each (f, g) in `blocks`.
 
     - `split`: how the input becomes x1 and x2, "copy" (both are the input) or "chunk" (its halves along `dim`).
@@ -149,7 +149,7 @@ class ReversibleSequence(_Net):
 
     @route.setter
     def route(self, route: Any) -> None:
-        self._route = _checked_route(route, len(self.blocks))
+        self._route = checked_route(route, len(self.blocks))
 
     def _program_for(self, side: Mapping[str, Any]) -> Program:
         """The updates for these side inputs; made anew when a function was exchanged or other names are given."""
@@ -177,15 +177,18 @@ class ReversibleSequence(_Net):
         return [ALL if goes else () for goes in self.route]
 
     def forward(self, x: Any, /, **side: Any) -> Any:
-        program = self._program_for(side)
+        return self._through(self._program_for(side), x, side, self.memory)
+
+    def _through(self, updates: Any, x: Any, side: Mapping[str, Any], memory: Any) -> Any:
+        """The output for `x` by these updates of x1 and x2."""
         x1, x2 = (x, x) if self.split == "copy" else self._halves(x)
-        memory = settled(self.memory, x)  # measured on the input, not on its halves
-        out = run(program, {"x1": x1, "x2": x2}, side, memory=memory, arithmetic=self.arithmetic)
+        memory = settled(memory, x)  # measured on the input, not on its halves
+        out = run(updates, {"x1": x1, "x2": x2}, side, memory=memory, arithmetic=self.arithmetic)
         x1, x2 = out["x1"], out["x2"]
         if self.merge is None:
             return x1, x2
         if self.merge == "cat":
-            return each(lambda a, b: torch.cat((a, b), self.dim), x1, x2)
+            return joined(x1, x2, self.dim)
         total = each(Tensor.add, x1, x2)
         return total if self.merge == "sum" else each(lambda t: t / 2, total)
 
@@ -201,26 +204,36 @@ class ReversibleSequence(_Net):
         first = invert(program, {"x1": y1, "x2": y2}, side, memory=memory, arithmetic=self.arithmetic)
         if self.split == "copy":
             return first["x1"]
-        return each(lambda a, b: torch.cat((a, b), self.dim), first["x1"], first["x2"])
+        return joined(first["x1"], first["x2"], self.dim)
 
     def _halves(self, x: Any) -> tuple[Any, Any]:
-        flat, spec = flatten(x)
-        for t in flat:
-            if not isinstance(t, Tensor) or not -t.dim() <= self.dim < t.dim():
-                got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
-                raise ProgramError(f"an input with a dim {self.dim} to split along is needed, got {got}")
-            if t.shape[self.dim] % 2:
-                raise ProgramError(
-                    f"the input has odd size {t.shape[self.dim]} along dim {self.dim} (shape {tuple(t.shape)}), so it "
-                    "has no two halves. Pad it, choose another dim, or use split='copy'"
-                )
-        halves = [t.chunk(2, self.dim) for t in flat]
-        return unflatten([a for a, _ in halves], spec), unflatten([b for _, b in halves], spec)
+        return halves(x, self.dim, "Pad it, choose another dim, or use split='copy'")
 
     def extra_repr(self) -> str:
         return (
             f"split={self.split!r}, dim={self.dim}, merge={self.merge!r}, memory={self.memory!r}, arithmetic={self.arithmetic!r}"
         )
+
+
+def halves(x: Any, dim: int, way_out: str) -> tuple[Any, Any]:
+    """The two halves along `dim` of a tensor, or of every tensor in a tree."""
+    flat, spec = flatten(x)
+    for t in flat:
+        if not isinstance(t, Tensor) or not -t.dim() <= dim < t.dim():
+            got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+            raise ProgramError(f"an input with a dim {dim} to split along is needed, got {got}")
+        if t.shape[dim] % 2:
+            raise ProgramError(
+                f"the input has odd size {t.shape[dim]} along dim {dim} (shape {tuple(t.shape)}), so it "
+                f"has no two halves. {way_out}"
+            )
+    both = [t.chunk(2, dim) for t in flat]
+    return unflatten([a for a, _ in both], spec), unflatten([b for _, b in both], spec)
+
+
+def joined(x1: Any, x2: Any, dim: int) -> Any:
+    """What `halves` took apart."""
+    return each(lambda a, b: torch.cat((a, b), dim), x1, x2)
 
 
 def _block(index: int, block: Any) -> nn.Module:
@@ -240,29 +253,33 @@ def _has_hooks(block: nn.Module) -> bool:
 
 
 def _functions(depth: int, block: Any) -> tuple[Any, Any]:
-    if not _has_hooks(block):
-        return block.f, block.g
-    if not isinstance(block, Block):
+    if isinstance(block, Block) and _has_hooks(block):
+        return _Through(block, "f"), _Through(block, "g")
+    refuse_hooks(depth, block)
+    return block.f, block.g
+
+
+def refuse_hooks(depth: int, block: nn.Module) -> None:
+    if _has_hooks(block):
         raise ProgramError(
             f"block {depth}, a {type(block).__name__}, has hooks that would never run, as its f and g are called one by one. "
             "Give the pair (block.f, block.g) instead, or put the hooks there: fully_shard([block.f, block.g])"
         )
-    return _Through(block, "f"), _Through(block, "g")
 
 
-def _checked_route(route: Any, depth: int) -> Any:
+def checked_route(route: Any, depth: int) -> Any:
     if not isinstance(route, Mapping):
-        return _checked_pair(route, "route")
+        return checked_pair(route, "route")
     for name, pairs in route.items():
         if not isinstance(pairs, (tuple, list)) or len(pairs) != depth:
             got = len(pairs) if isinstance(pairs, (tuple, list)) else repr(pairs)
             raise ProgramError(f"route[{name!r}] needs one (to_f, to_g) for each of {depth} blocks, got {got}")
         for i, one in enumerate(pairs):
-            _checked_pair(one, f"route[{name!r}][{i}]")
+            checked_pair(one, f"route[{name!r}][{i}]")
     return dict(route)
 
 
-def _checked_pair(one: Any, name: str) -> Any:
+def checked_pair(one: Any, name: str) -> Any:
     if not isinstance(one, (tuple, list)) or len(one) != 2 or not all(isinstance(goes, bool) for goes in one):
         raise ProgramError(f"{name} must be a pair of bools (to_f, to_g), got {one!r}")
     return tuple(one)

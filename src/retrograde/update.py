@@ -162,9 +162,7 @@ class Update:
         object.__setattr__(self, "takes", takes)
 
     def __repr__(self) -> str:
-        name = type(self.fn).__name__
-        if not isinstance(self.fn, nn.Module):
-            name = getattr(self.fn, "__name__", name)
+        name = getattr(self.fn, "__name__", type(self.fn).__name__)
         return f"{self.target} {self.rule.symbol} {name}({', '.join(self.sources)})"
 
     def side_inputs(self, side: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,72 @@
+"""What the drop-in replacements have in common: blocks under the keys of the originals, `blocks.{i}.f.net.…`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..engine import run
+from ..errors import ProgramError
+from ..modules import checked_pair, halves, joined, refuse_hooks
+from ..update import ALL, Update
+from ..wirings import pair
+
+Args = Mapping[str, Any] | None
+BOTH_HALVES = "It is to hold both halves: torch.cat((x, x), dim)"
+
+
+class Deterministic(nn.Module):
+    """A function under the key `net`. The engine replays random numbers, so `record_rng` and `set_rng` have nothing to do."""
+
+    def __init__(self, net: Any):
+        super().__init__()
+        self.net = net
+
+    @property
+    def __name__(self) -> str:  # what error messages call it
+        return getattr(self.net, "__name__", type(self.net).__name__)
+
+    def forward(self, *args: Any, record_rng: bool = False, set_rng: bool = False, **kwargs: Any) -> Any:
+        return self.net(*args, **kwargs)
+
+
+def functions(blocks: Iterable[Any], names: str = "f, g") -> list[tuple[Any, ...]]:
+    """The functions of each block, as many as there are names."""
+    count, found = len(names.split(", ")), []
+    for i, block in enumerate(blocks):
+        fns = tuple(block) if isinstance(block, Iterable) else (block,)
+        if len(fns) != count or not all(callable(fn) and not isinstance(fn, type) for fn in fns):
+            raise ProgramError(f"block {i} is a {type(block).__name__} of {len(fns)}, not {count} callables ({names})")
+        found.append(fns)
+    return found
+
+
+def pairs(blocks: Any, kept: Iterable[int], arg_route: Any) -> list[Update]:
+    """The updates of those pair blocks, where all side inputs go to f and g as `arg_route` says."""
+    takes = [ALL if goes else () for goes in checked_pair(arg_route, "arg_route")]
+    updates = []
+    for i in kept:
+        refuse_hooks(i, blocks[i])
+        updates += pair(blocks[i].f, blocks[i].g, takes=takes)
+    return updates
+
+
+class PairBlock(nn.Module):
+    """x1 += f(x2), x2 += g(x1), by itself: on a tensor that holds both halves along `dim`. Backward is autograd's."""
+
+    dim = -1
+    memory = "reverse"
+
+    def __init__(self, f: Any, g: Any):
+        super().__init__()
+        self.f, self.g = f, g
+
+    def forward(self, x: Any, f_args: Args = None, g_args: Args = None) -> Any:
+        given = {"f": f_args or {}, "g": g_args or {}}
+        takes = [{key: f"{fn}.{key}" for key in args} for fn, args in given.items()]
+        side = {f"{fn}.{key}": value for fn, args in given.items() for key, value in args.items()}
+        x1, x2 = halves(x, self.dim, BOTH_HALVES)
+        out = run(pair(self.f, self.g, takes=takes), {"x1": x1, "x2": x2}, side, memory=self.memory)
+        return joined(out["x1"], out["x2"], self.dim)
