@@ -31,7 +31,8 @@ class Sight:
         self.fn, self.rule = fn, rule
         self.held = held = Held(fn, rule)
         self.modules = held.modules  # those that must be as they were
-        self.tensors = [(t, t._version) for t in held.tensors]  # held by fn otherwise
+        others = () if getattr(fn, "caches", False) else held.tensors  # a cache is the business of who keeps it
+        self.tensors = [(t, t._version) for t in others]
         self.training: list[bool] = []
         self.hooks: list[Any] = []
         self.parameters: list[tuple[dict[str, Any], str, Parameter, int, bool, int]] = []
