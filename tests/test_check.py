@@ -502,3 +502,24 @@ def test_nothing_is_changed_where_fn_raises(call):
     now, others_now = snapshot(net, [])
     assert all(torch.equal(now[key], state[key]) for key in state)
     assert others_now == others
+
+
+def test_drift_in_16_bits_is_no_agreement():
+    """Gradients that are off by percents: the noise that is allowed for small ones must not hide that."""
+    torch.manual_seed(0)
+    net = rg.ReversibleSequence([(mlp(32), mlp(32)) for _ in range(32)], arithmetic="float").bfloat16()
+    x = torch.randn(8, 32).bfloat16()
+    assert rg.check.drift(net, x).gradient_error > 5e-3
+    assert not rg.check.gradients(net, x).ok
+    net.arithmetic = "auto"
+    assert rg.check.gradients(net, x).worst == 0
+
+
+@pytest.mark.parametrize("memory", ["store", rg.StoreLast(100)], ids=str)
+def test_nothing_to_compare(memory):
+    net = rg.ReversibleSequence([(mlp(4), mlp(4))], memory=memory)
+    report = rg.check.gradients(net, torch.randn(2, 4).double())
+    assert (report.ok, report.replayed) == (True, 0)
+    assert "nothing was compared" in str(report)
+    net.memory = "reverse"
+    assert rg.check.gradients(net, torch.randn(2, 4).double()).replayed == 2

@@ -817,3 +817,16 @@ def test_an_argument_that_fn_does_not_know():
         dual(SELF)(X, X, strange=1)
     net = nuwa.ReversibleSequence([(f, f)])
     assert torch.equal(net(X, strange=1), net(X))
+
+
+def test_deterministic_by_itself():
+    """`record_rng`, then `set_rng`: the same numbers, and the generator is where it was."""
+    fn, x = reformer.Deterministic(nn.Dropout(0.5)), torch.ones(64)
+    with pytest.raises(rg.ProgramError, match="Dropout was never called with record_rng"):
+        fn(x, set_rng=True)
+    first = fn(x, record_rng=True)
+    state = torch.get_rng_state()
+    assert not torch.equal(fn(x), first)
+    torch.set_rng_state(state)
+    assert torch.equal(fn(x, set_rng=True), first)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -41,8 +41,16 @@ def unknown(what: str, got: object, known: Iterable[object]) -> ProgramError:
 def out_of_range(what: str, limit: float, where: str | None = None) -> OutOfRange:
     return OutOfRange(
         f"{what} left the range of exact arithmetic, ±{limit:.0f}. As a rule the net diverges then: a smaller learning rate or a "
-        "norm at the start of fn helps. Where such values are meant, scale the stream, or use arithmetic='float'",
+        "norm at the start of fn helps. Where such values are meant, scale the stream, or use arithmetic='float', with "
+        "memory='checkpoint' if rg.check.gradients says that it drifts",
         where,
+    )
+
+
+def input_out_of_range(name: str, limit: float) -> OutOfRange:
+    return OutOfRange(
+        f"the stream {name!r} was given with values beyond the range of exact arithmetic, ±{limit:.0f}. Scale the input, or use "
+        "arithmetic='float'"
     )
 
 
@@ -59,8 +67,7 @@ def edited_by_fn(where: str, what: str) -> ProgramError:
 
 def changed_since(where: str, what: str) -> NotRepeated:
     return NotRepeated(
-        f"{what} was changed between the forward pass and backward, so fn cannot be run again as it was. "
-        "Call backward first, or change a copy",
+        f"{what} was changed between the forward pass and backward, so fn cannot be run again as it was. Call backward first",
         where,
     )
 

@@ -35,7 +35,7 @@ class Ledger:
         beyond = value.isfinite().logical_and_(value.abs() > _EDGE)
         if told and value.device.type == "cpu":
             if beyond.any():
-                raise self.error(self.index)
+                raise self.error(self.index, float(value[beyond].abs().max()))
             return t  # NaN and inf stay what they are
         if told:
             self.flags_on(value.device)[self.index] += beyond.any()
@@ -72,8 +72,9 @@ class Ledger:
                 raise self.error(int(flags.nonzero()[0]))
         self.copies = []
 
-    def error(self, index: int) -> errors.OutOfRange:
+    def error(self, index: int, reached: float | None = None) -> errors.OutOfRange:
         if index < len(self.updates):
             update = self.updates[index]
-            return errors.out_of_range(f"the stream {update.target!r}", LIMIT, errors.at(index, update))
-        return errors.out_of_range(f"the stream {self.streams[index - len(self.updates)]!r}", LIMIT)
+            size = "" if reached is None else f", at {reached:.6g},"
+            return errors.out_of_range(f"the stream {update.target!r}{size}", LIMIT, errors.at(index, update))
+        return errors.input_out_of_range(self.streams[index - len(self.updates)], LIMIT)

@@ -82,7 +82,7 @@ class ReverseAbove:
 
 def _positive(policy: Any, name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ProgramError(f"{policy}: {name} must be a whole number, 1 or more")
+        raise ProgramError(f"{policy}: {name} must be a whole number (an int), 1 or more")
 
 
 POLICIES = (StoreLast, Anchor, Budget, ReverseAbove)

@@ -1,20 +1,18 @@
 """What the engine itself costs: a step on tensors so small that only the work around them counts.
 
-python -m retrograde.bench.overhead [depth] [rounds]
+python -m retrograde.bench.overhead [--depth 12] [--rounds 40]
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from .depth import Parser, count
 from .measure import Timing, in_turns
-from .model import Attention, checkpointed, mlp, transformer, under
-
-__all__ = ["Attention", "main", "mlp", "overhead"]
+from .model import checkpointed, transformer, under
 
 
 def overhead(depth: int = 12, rounds: int = 40, width: int = 16) -> dict[str, Timing]:
@@ -37,7 +35,11 @@ def overhead(depth: int = 12, rounds: int = 40, width: int = 16) -> dict[str, Ti
 
 
 def main() -> None:
-    depth, rounds = [*map(int, sys.argv[1:]), *(12, 40)[len(sys.argv) - 1 :]][:2]
+    parser = Parser("python -m retrograde.bench.overhead", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--depth", type=count, default=12, help="number of blocks")
+    parser.add_argument("--rounds", type=count, default=40, help="timed steps of each kind, 2 or more")
+    args = parser.parse_args()
+    depth, rounds = args.depth, max(args.rounds, 2)
     times = overhead(depth, rounds)
     reverse = times["reverse"].median
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, depth {depth}, {rounds} rounds, medians of a step")

@@ -10,6 +10,7 @@ from torch import nn
 from ..engine import run
 from ..errors import ProgramError
 from ..modules import checked_pair, halves, joined, refuse_hooks
+from ..replay import Draws, generators
 from ..update import ALL, Update
 from ..wirings import pair
 
@@ -18,18 +19,33 @@ BOTH_HALVES = "It is to hold both halves: torch.cat((x, x), dim)"
 
 
 class Deterministic(nn.Module):
-    """A function under the key `net`. The engine replays random numbers, so `record_rng` and `set_rng` have nothing to do."""
+    """A function under the key `net`. Programs replay random numbers without it.
+
+    By itself: with `record_rng` it notes the states of the generators, with `set_rng` it draws from there once more.
+    """
 
     def __init__(self, net: Any):
         super().__init__()
         self.net = net
+        self.recorded: Draws | None = None
 
     @property
     def __name__(self) -> str:  # what error messages call it
         return getattr(self.net, "__name__", type(self.net).__name__)
 
     def forward(self, *args: Any, record_rng: bool = False, set_rng: bool = False, **kwargs: Any) -> Any:
-        return self.net(*args, **kwargs)
+        if record_rng:
+            self.recorded = Draws(generators([]))
+        if not set_rng:
+            return self.net(*args, **kwargs)
+        if self.recorded is None:
+            raise ProgramError(f"set_rng=True, and {self.__name__} was never called with record_rng=True")
+        present = Draws(generators([]))
+        self.recorded.put_back()
+        try:
+            return self.net(*args, **kwargs)
+        finally:
+            present.put_back()
 
 
 def functions(blocks: Iterable[Any], names: str = "f, g") -> list[tuple[Any, ...]]:

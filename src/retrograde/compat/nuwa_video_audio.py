@@ -68,10 +68,11 @@ class DualModalityReversibleSequence(Net):
     """Blocks of four functions, each of a type in `BLOCKS`. Returns [video, audio], the means of their two streams."""
 
     def __init__(
-        self, input_blocks: Iterable[Any], block_types: Sequence[str], *, memory: Any = "reverse", arithmetic: str = "auto"
+        self, input_blocks: Iterable[Any], block_types: Iterable[str], *, memory: Any = "reverse", arithmetic: str = "auto"
     ):
         super().__init__(memory, arithmetic)
         fns = functions(input_blocks, "f, g, j, k")
+        block_types = list(block_types)
         for kind in block_types:
             if kind not in BLOCKS:
                 raise unknown("block type", kind, BLOCKS)
