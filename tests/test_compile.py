@@ -14,8 +14,14 @@ WIDTH = 8
 MEMORIES = [*REPLAYED, rg.StoreLast(2)]
 
 
-def branch(dropout=0.0):
-    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH))
+class Branch(nn.Sequential):
+    def forward(self, x):
+        """Of its own: `module.compile()` lets the frames of torch's modules run as they are, and compiles nothing of a Sequential."""
+        return super().forward(x)
+
+
+def branch(dropout=0.0, kind=Branch):
+    return kind(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH))
 
 
 class Model(nn.Module):
@@ -123,9 +129,10 @@ def test_dropout(compiled, memory):
 def test_our_own_hooks_are_not_compiled(memory):
     """Where the compiler lets a function run as it is, it goes on to what is called in there, and that is our hooks."""
     counters.clear()
-    net = rg.ReversibleSequence([(branch(), branch()) for _ in range(3)], memory=memory)
+    plain = [branch(kind=nn.Sequential) for _ in range(6)]
+    net = rg.ReversibleSequence(zip(plain[::2], plain[1::2], strict=True), memory=memory)
     for block in net.blocks:
-        block.f.compile(backend="aot_eager")  # a Sequential: the compiler leaves the frames of torch's own modules alone
+        block.f.compile(backend="aot_eager")
         block.g.compile(backend="aot_eager")
     net(torch.randn(2, 8, requires_grad=True)).sum().backward()
     assert not counters["frames"]
