@@ -46,10 +46,6 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
     return out
 
 
-def version_of(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
-
-
 def _name_of(edited: set[int], update: Update, state: Streams, sources: list[Any], kwargs: Mapping[str, Any]) -> str:
     for name, value in (*zip(update.sources, sources, strict=True), *state.items()):
         if any(id(t) in edited for t in tensors(value)):

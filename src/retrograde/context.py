@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import errors
 from .call import Streams
+from .held import TELLING_NOTHING, Held, version_of
 from .replay import Draws, generators, modes
 from .sight import Sight
 
@@ -27,6 +29,8 @@ class Context:
         self.side, self.tensors = side, [t for t, is_kept in zip(flat, kept, strict=True) if is_kept]
         self.grads = [t.requires_grad for t in self.tensors]
         self.others = [_HOLE if is_kept else t for t, is_kept in zip(flat, kept, strict=True)]
+        self.opaque = [o for o in self.others if o is not _HOLE and not isinstance(o, (*TELLING_NOTHING, torch.Generator))]
+        self.beside: list[Any] = []  # tensors inside of those, as the forward pass left them
         self.modes = modes()
         self.draws = Draws(generators(flat))
         self.sights: list[Sight] = []
@@ -41,8 +45,13 @@ class Context:
             if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
                 raise errors.ProgramError("fn changed a list or a dict among the side inputs. Let it return what it has to tell")
 
+    def inside(self) -> list[Any]:
+        """The tensors inside of side inputs that are objects of some class."""
+        return [(id(t), version_of(t)) for thing in self.opaque for t in Held(thing).own_tensors()]
+
     def forget(self) -> None:
         """After the forward pass: what is needed again is in the hands of autograd."""
+        self.beside = self.inside()
         self.side, self.tensors, self.sights = {}, [], []
 
     def side_again(self, saved: Iterable[Tensor]) -> Streams:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from . import call as calls
 from .errors import ProgramError, RetrogradeError, at
 from .held import _STANDARD, Held
-from .modules import Reversible, ReversibleSequence
+from .modules import Net, Reversible
 from .replay import Draws, generators, replaying
 from .streams import tensors
 from .update import Update
@@ -107,7 +107,7 @@ class Trial:
     def __init__(self, net: nn.Module, inputs: Any, side: dict[str, Any]):
         if not isinstance(net, nn.Module):
             raise ProgramError(f"a module is needed, got a {type(net).__name__}. Put a list of updates into rg.Reversible")
-        self.named = {name: m for name, m in net.named_modules() if isinstance(m, (Reversible, ReversibleSequence))}
+        self.named: dict[str, Any] = {name: m for name, m in net.named_modules() if isinstance(m, Net)}
         if not self.named:
             raise ProgramError(f"{type(net).__name__} contains no rg.Reversible and no rg.ReversibleSequence")
         self.net, self.given, self.programs = net, (inputs, side), list(self.named.values())
@@ -186,7 +186,7 @@ class Trial:
 def _fns(program: Any) -> list[Any]:
     if isinstance(program, Reversible):
         return [update.fn for update in program.program.updates]
-    return [fn for block in program.blocks for fn in (block.f, block.g)]
+    return [getattr(block, name) for block in program.blocks for name in "fgjk" if hasattr(block, name)]
 
 
 def _buffers(module: nn.Module) -> list[tuple[dict[str, Any], str, Any, Any]]:
@@ -297,7 +297,7 @@ class Plain:
 def _owners(fn: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Where fn may keep something. Torch's own modules keep nothing but in buffers."""
     for module in Held(fn).modules:
-        if not type(module).__module__.startswith("torch.") and not isinstance(module, (Reversible, ReversibleSequence)):
+        if not type(module).__module__.startswith("torch.") and not isinstance(module, Net):
             yield id(module), "attribute", module.__dict__
     while isinstance(fn, functools.partial):
         fn = fn.func

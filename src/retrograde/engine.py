@@ -15,7 +15,7 @@ from . import memory as policies
 from .arithmetic import check_arithmetic, exact_streams
 from .call import Streams, call, fitting, sources_of
 from .context import Context
-from .exact import carried, read
+from .exact import Exact, carried, read
 from .ledger import Ledger
 from .purse import Purse
 from .recover import Run
@@ -138,7 +138,11 @@ def _store(program: Program, indices: range, state: Streams, side: Streams, _: A
 
 def _reverse(program: Program, indices: range, state: Streams, _: Any, context: Context, limit: int | None) -> None:
     """Keep the final streams alone; with a limit, also what the last updates saved."""
-    purse = None if limit is None else Purse(limit, [t for name in program.names for t in tensors(state[name])])
+    purse = None
+    if limit is not None:
+        wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
+        room = 3 * max(wide, default=0)  # what fn reads and returns, and sums at work, of a stream that is carried exactly
+        purse = Purse(limit, [t for name in program.names for t in tensors(state[name])], room)
     runs: dict[str, Run] = {}
     for index in indices:
         name = program.components[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Iterable
@@ -17,9 +18,13 @@ def home_of(t: Tensor) -> int:
     return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
 
 
+def version_of(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
 def parts(modules: list[nn.Module]) -> list[nn.Module]:
     """The modules and all that they are made of, each once."""
-    found = list(modules)
+    found = list(dict.fromkeys(modules))
     seen = set(found)
     for module in found:  # grows while it is read
         for child in module._modules.values():
@@ -32,12 +37,13 @@ def parts(modules: list[nn.Module]) -> list[nn.Module]:
 class Held:
     """Modules with all their parts, and tensors and random generators outside of them."""
 
-    __slots__ = ("generators", "loose", "modules", "roots", "tensors")
+    __slots__ = ("generators", "loose", "modules", "named", "roots", "tensors", "wide")
 
     def __init__(self, fn: Any, rule: Any = None):
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
         self.roots: list[nn.Module] = []
+        self.named: list[nn.Module] = []  # those that the code of a function names, and not a list that it has
         self.loose = not isinstance(fn, nn.Module)  # it may hold more than it uses: a method of the whole model, say
         if self.loose:
             self._look_into(fn)
@@ -46,11 +52,16 @@ class Held:
         if rule is not None and rule.__dict__:
             self._look_into(rule)
         self.modules = parts(self.roots)
-        for module in self.modules:
-            if not type(module).__module__.startswith("torch."):  # torch's own hold nothing else
-                self._look_beside(module)
-        if len(self.roots) > 1:
-            self.modules = parts(self.roots)
+        looked, known = 0, 0
+        while known < len(self.roots):  # what is found beside a module may hold more
+            known = len(self.roots)
+            for module in self.modules[looked:]:
+                if not type(module).__module__.startswith("torch."):  # torch's own hold nothing else
+                    self._look_beside(module)
+            looked = len(self.modules)
+            if known < len(self.roots):
+                self.modules = [*self.modules, *(m for m in parts(self.roots) if m not in set(self.modules))]
+        self.wide = self.loose or known > 1
 
     def own_tensors(self) -> Iterable[Tensor]:
         """Parameters and buffers, and what fn holds besides."""
@@ -64,35 +75,46 @@ class Held:
         """What a module holds without registering it: in its attributes, and the modules its forward takes from around it."""
         own = module.__dict__
         for name in own.keys() - _STANDARD:
-            if not isinstance(own[name], _TELLING_NOTHING):
+            if not isinstance(own[name], TELLING_NOTHING):
                 self._look_into(own[name], 3)
         forward = type(module).forward
         if isinstance(forward, types.FunctionType):
             around = forward.__globals__
-            used = around.keys() & forward.__code__.co_names
-            self.roots += [around[name] for name in used if isinstance(around[name], nn.Module)]
+            for name in _globals_of(forward.__code__) & around.keys():
+                if isinstance(around[name], (nn.Module, Tensor)):
+                    self._look_into(around[name])
 
     def _look_into(self, fn: Any, depth: int = 0) -> None:
         """A function, a method, a partial or any object: through closures, defaults, attributes and containers."""
-        todo: list[tuple[Any, int]] = [(fn, depth)]
+        todo: list[tuple[Any, int, bool]] = [(fn, depth, False)]
         done: set[int] = set()
         while todo:
-            thing, depth = todo.pop()
+            thing, depth, named = todo.pop()
             if id(thing) in done or depth > 5:
                 continue
             done.add(id(thing))
             if isinstance(thing, nn.Module):
                 self.roots.append(thing)
+                if named:
+                    self.named.append(thing)
             elif isinstance(thing, Tensor):
                 self.tensors.append(thing)
             elif isinstance(thing, torch.Generator):
                 self.generators.append(thing)
             else:
-                todo += [(inner, depth + 1) for inner in _inside(thing)]
+                names = isinstance(thing, (types.FunctionType, types.MethodType, functools.partial))
+                todo += [(inner, depth + 1, names) for inner in _inside(thing)]
 
 
 _STANDARD = frozenset(nn.Module().__dict__)
-_TELLING_NOTHING = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+TELLING_NOTHING = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+
+
+@functools.cache
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """The global names that a function uses; `co_names` has those of attributes as well."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))))
 
 
 def _inside(thing: Any) -> Iterable[Any]:
@@ -101,7 +123,7 @@ def _inside(thing: Any) -> Iterable[Any]:
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, types.FunctionType):
-        used = [thing.__globals__.get(name) for name in thing.__code__.co_names]
+        used = [thing.__globals__.get(name) for name in _globals_of(thing.__code__)]
         used = [g for g in used if isinstance(g, (nn.Module, Tensor)) or getattr(g, "__globals__", None) is thing.__globals__]
         cells = [cell.cell_contents for cell in thing.__closure__ or () if _filled(cell)]
         return [*used, *cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]

@@ -21,9 +21,9 @@ class Purse:
     one fn at work in either direction.
     """
 
-    def __init__(self, limit: int, streams: Iterable[Tensor]):
+    def __init__(self, limit: int, streams: Iterable[Tensor], room: int = 0):
         self.limit = limit
-        self.base = 2 * sum(t.nbytes for t in streams)
+        self.base = 2 * sum(t.nbytes for t in streams) + room
         self.total = 0  # bytes that are stored
         self.largest = 0  # bytes that one fn saves
         self.stored: deque[tuple[Any, dict[int, int]]] = deque()

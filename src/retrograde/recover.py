@@ -30,9 +30,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from . import errors
 from .arithmetic import SIXTEEN
-from .call import Streams, call, fitting, sources_of, version_of
+from .call import Streams, call, fitting, sources_of
 from .context import Context
 from .exact import Exact
+from .held import version_of
 from .purse import Purse
 from .record import Record, check_captured, describe, difference_of, packer, reader
 from .replay import modules_called, second_run
@@ -308,6 +309,8 @@ class Run:
         same = record.sight.same()
         if difference := record.sight.difference(same):
             raise errors.changed_since(record.where, difference)
+        if context.opaque and context.inside() != context.beside:
+            raise errors.changed_since(record.where, "a tensor inside of a side input")
         before = state.get(update.target)
         store: list[Any] = []
         versions: list[int] = []

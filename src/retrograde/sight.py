@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from .held import Held, home_of, parts
+from .held import Held, home_of, parts, version_of
 
 _MISSING = object()  # no such slot
 _SMALL = 1 << 16  # bytes of a buffer that may be kept for each update
@@ -23,16 +23,19 @@ class Sight:
     """Made before the call; `after` completes it."""
 
     __slots__ = (
-        "before", "buffers", "fn", "held", "hooks", "modules", "parameters", "plain", "repeatable", "rule", "tensors", "training",
-        "versions",
+        "before", "buffers", "children", "empty", "fn", "held", "hooks", "modules", "parameters", "pins", "plain", "repeatable",
+        "rule", "tensors", "training", "versions",
     )  # fmt: skip
 
     def __init__(self, fn: Any, rule: Any):
         self.fn, self.rule = fn, rule
         self.held = held = Held(fn, rule)
         self.modules = held.modules  # those that must be as they were
-        others = () if getattr(fn, "caches", False) else held.tensors  # a cache is the business of who keeps it
-        self.tensors = [(t, t._version) for t in others]
+        others = () if getattr(fn, "_keeps_a_cache", None) is True else held.tensors  # its own business
+        self.tensors = [(t, version_of(t)) for t in others]
+        self.children: dict[nn.Module, list[Any]] = {}
+        self.empty: list[tuple[dict[str, Any], str]] = []  # slots that hold None
+        self.pins: list[Any] = []  # storages of the parameters, so that no other one gets their addresses
         self.training: list[bool] = []
         self.hooks: list[Any] = []
         self.parameters: list[tuple[dict[str, Any], str, Parameter, int, bool, int]] = []
@@ -52,7 +55,7 @@ class Sight:
                 elif is_lazy(b):
                     self.repeatable = False
                 else:
-                    self.before.append((m, name, b, b._version, _snapshot(m, name, b)))
+                    self.before.append((m, name, b, version_of(b), _snapshot(m, name, b)))
 
     def after(self, called: set[nn.Module] | None, saved: list[Tensor]) -> None:
         """Parameters are looked at after the call: lazy ones exist now, and what fn itself clamps is no later edit.
@@ -65,8 +68,10 @@ class Sight:
         if called is not None:
             self.repeatable = self.repeatable and called <= set(modules)  # one that was not found may have changed
             homes = {home_of(t) for t in saved}
-            used = [m for m in modules if any(_there(p) and home_of(p) in homes for p in m._parameters.values())]
-            self.modules = [m for m in modules if m in called or m in used]
+            used = {m for m in modules if any(_there(p) and home_of(p) in homes for p in m._parameters.values())}
+            used.update(called, self.held.named)  # of these fn may read a parameter, a buffer or a flag by itself
+            self.modules = [m for m in modules if m in used]
+            self.children = {m: list(m._modules.items()) for m in called}
         made, versions = False, []
         for m in modules:
             slots = m._parameters
@@ -74,6 +79,10 @@ class Sight:
                 if _there(p):
                     versions.append(p._version)
                     self.parameters.append((slots, name, p, p._version, p.requires_grad, home_of(p)))
+                    if p.layout is torch.strided:
+                        self.pins.append(p.untyped_storage())
+                elif p is None:
+                    self.empty.append((slots, name))
             self.training.append(m.training)
             self.hooks.append(_hooks(m))
             made = made or bool(m._buffers)
@@ -88,7 +97,7 @@ class Sight:
         present = {id(t) for t in Held(self.fn, self.rule).tensors}
         self.tensors = [(t, version) for t, version in self.tensors if id(t) in present]
         self.held.tensors = [t for t, _ in self.tensors]
-        if any(t._version != version for t, version in self.tensors):
+        if any(version_of(t) != version for t, version in self.tensors):
             self.repeatable = False
 
     def _buffers_after(self) -> None:
@@ -97,8 +106,8 @@ class Sight:
             if m._buffers.get(name) is not b:
                 self.before.append((m, name, b, version, b if snapshot is None else snapshot))
             elif b is None:
-                continue
-            elif snapshot is None and b._version == version:
+                self.empty.append((m._buffers, name))
+            elif snapshot is None and version_of(b) == version:
                 self.buffers.append((m._buffers, name, b, version))
             elif snapshot is None:
                 self.repeatable = False  # it was only read until now
@@ -127,7 +136,7 @@ class Sight:
     def same(self) -> bool:
         """Whether modules and their parameters are, at a glance, as they were before the call and after."""
         held = self.held
-        if not self.plain or parts(held.roots) != held.modules:
+        if not self.plain or self._modules_now() != held.modules:
             return False
         for m, training, hooks in zip(held.modules, self.training, self.hooks, strict=True):
             if m.training is not training or hooks != _hooks(m):
@@ -135,7 +144,10 @@ class Sight:
         for slots, name, p, version, requires_grad, home in self.parameters:
             if slots.get(name) is not p or p._version != version or p.requires_grad is not requires_grad or home_of(p) != home:
                 return False
-        return True
+        return all(slots.get(name) is None for slots, name in self.empty)
+
+    def _modules_now(self) -> list[nn.Module]:
+        return Held(self.fn, self.rule).modules if self.held.wide else parts(self.held.roots)
 
     def difference(self, same: bool = False) -> str | None:
         """What has been changed since, so that the call cannot be repeated; or None."""
@@ -145,22 +157,23 @@ class Sight:
         if not same and (what := self._module_difference(slots)):
             return what
         for own, name, b, version in self.buffers:
-            if b._version != version and (slots is None or id(own) in slots):
+            if version_of(b) != version and (slots is None or id(own) in slots):
                 return f"the buffer {name!r} of shape {tuple(b.shape)}"
         if self.tensors:
             there = {id(t) for t in Held(self.fn, self.rule).tensors}
             for t, version in self.tensors:
-                if t._version != version or id(t) not in there:
+                if version_of(t) != version or id(t) not in there:
                     return f"a tensor of shape {tuple(t.shape)} that fn holds on to"
         return None
 
     def _module_difference(self, slots: set[int] | None) -> str | None:
         """What has been changed of modules and parameters, if that is one of those slots; or None."""
-        present, modules, own = parts(self.held.roots), self.held.modules, set(self.modules)
+        present, modules, own = self._modules_now(), self.held.modules, set(self.modules)
         if present != modules:
-            gone = next((m for m in modules if m not in present), modules[-1])
-            if gone in own:
-                return f"a part of fn, {type(gone).__name__},"
+            gone = [m for m in modules if m in own and m not in present]
+            gone += [m for m, children in self.children.items() if list(m._modules.items()) != children]
+            if gone or not self.held.loose:
+                return f"a part of fn, {type((gone or modules)[0]).__name__},"
         for module, training, hooks in zip(modules, self.training, self.hooks, strict=True):
             if module not in own:
                 continue
@@ -190,6 +203,9 @@ class Sight:
         return swap
 
     def _parameters_again(self, swap: Swap) -> None:
+        for slots, name in self.empty:
+            if slots.get(name) is not None:
+                swap.put(slots, name, None)
         for (slots, name, p, version, requires_grad, _), at_first in zip(self.parameters, self.versions, strict=True):
             now = slots.get(name)
             if version != at_first and not _sharded(p):  # fn changed it, and is to find it as it left it
@@ -265,7 +281,7 @@ def _written(module: nn.Module, name: str, b: Tensor, version: int, snapshot: Te
     """Whether fn changed the buffer. BatchNorm and `.data` do so without moving its version."""
     habits = _HABITS.setdefault(module, {})
     key = (name, module.training)
-    if b._version != version:
+    if version_of(b) != version:
         habits[key] = "moves"
     elif key not in habits:
         if b.layout is not torch.strided or torch._C._is_cow_tensor(b):  # type: ignore[attr-defined]

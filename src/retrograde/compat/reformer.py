@@ -17,7 +17,7 @@ from ._shared import BOTH_HALVES, Deterministic, PairBlock, functions, pairs
 class _Signalled(Deterministic):
     """Tells its net where it is: `_depth`, and in training whether it is run again, `_reverse` (LSH attention caches on it)."""
 
-    caches = True
+    _keeps_a_cache = True
 
     def __init__(self, net: Any, depth: int | None):
         super().__init__(net)
