@@ -1,0 +1,250 @@
+"""What fn holds, however it holds it: changed between forward and backward it is an error, or seen as it was; nothing else is."""
+
+import types
+
+import pytest
+import torch
+from support import REPLAYED, assert_same, rg
+from torch import nn
+
+WIDTH = 4
+
+
+def linear():
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+def ones(size=WIDTH):
+    return torch.ones(size, dtype=torch.float64)
+
+
+class Model(nn.Module):
+    """Its methods are the functions: they call parts of it, and read a parameter, a buffer and a flag by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.f1, self.f2 = linear(), nn.Sequential(linear(), linear()), linear()
+        self.pos = nn.Parameter(ones())
+        self.register_buffer("off", ones())
+        self.head = nn.Sequential(linear())
+
+    def f(self, x):
+        return torch.tanh(self.f1(x)) + self.pos + self.off
+
+    def g(self, x):
+        return torch.tanh(self.f2(x)) + (1.0 if self.training else 0.0)
+
+
+def methods():
+    model = Model()
+    return [model.f, model.g, model.f, model.g], model
+
+
+def adding_lambda():
+    held, other = linear(), linear()
+
+    def fn(x):
+        return torch.tanh(x) + held.bias
+
+    return [fn, other, fn], held
+
+
+def from_a_list():
+    layers = [linear() for _ in range(3)]
+    return [lambda x, i=i: torch.tanh(layers[i](x)) for i in range(3)], layers
+
+
+class Boxed(nn.Module):
+    """Holds its part in a plain list."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.box = [part]
+
+    def forward(self, x):
+        return torch.tanh(self.box[0](x))
+
+
+def boxed():
+    fns = [Boxed(linear()) for _ in range(3)]
+    return fns, fns
+
+
+def boxed_twice():
+    fns = [Boxed(Boxed(linear())) for _ in range(3)]
+    return fns, fns
+
+
+class Empty(nn.Module):
+    """Slots that hold None."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_parameter("shift", None)
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        return y + sum(t for t in (self.shift, self.mask) if t is not None)
+
+
+def empty():
+    fns = [Empty() for _ in range(3)]
+    return fns, fns
+
+
+SCALE = ones()
+head = linear()  # no part of any fn, though some have an attribute of that name
+
+
+class Global(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = linear()
+
+    def forward(self, x):
+        return torch.tanh(self.head(x)) * SCALE + SCALE
+
+
+def global_tensor():
+    fns = [Global() for _ in range(3)]
+    return fns, fns
+
+
+class Caching(nn.Module):
+    """`caches` is a name like any other."""
+
+    def __init__(self, caches):
+        super().__init__()
+        self.linear, self.scale, self.caches = linear(), [ones()], caches
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) + self.scale[0]
+
+
+def caching(caches):
+    def make():
+        fns = [Caching(caches) for _ in range(3)]
+        return fns, fns
+
+    return make
+
+
+def reuse_the_address(fns):
+    """`p.data = other`, until the old storage's address is given out again; or it never is."""
+    p = fns[1].linear.bias
+    home = p.untyped_storage()._cdata
+    p.data = p.data.clone()
+    for k in range(2000):
+        p.data = [p.data * 1.5 for _ in range(k % 7 + 1)][-1].clamp(-9, 9)
+        if p.untyped_storage()._cdata == home:
+            break
+
+
+def swap_layers(model):
+    model.f1[0], model.f1[1] = model.f1[1], model.f1[0]
+
+
+def swap_two(model):
+    model.stem, model.f2 = linear(), linear()
+
+
+def gradients(make, change, memory, side=None):
+    torch.manual_seed(0)
+    fns, held = make()
+    updates = [rg.Update("ab"[i % 2], fn, "ba"[i % 2], rg.ALL) for i, fn in enumerate(fns)]
+    x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    out = rg.run(updates, {"a": x, "b": x * 0.5}, side, memory=memory)
+    with torch.no_grad():
+        change(held)
+    return torch.autograd.grad(out["a"].square().sum() + out["b"].sin().sum(), x)
+
+
+TOLD = {
+    "a method adds a parameter of its model": (methods, lambda m: m.pos.add_(1), "the parameter 'pos'"),
+    "a method adds a buffer of its model": (methods, lambda m: m.off.add_(1), "the buffer 'off'"),
+    "a method reads a flag of its model": (methods, lambda m: setattr(m, "training", False), "the mode of Model"),
+    "a function adds a parameter of a module": (adding_lambda, lambda m: m.bias.add_(1), "the parameter 'bias'"),
+    "a part that is used and one that is not": (methods, swap_two, "a part of fn, Linear"),
+    "two layers exchanged": (methods, swap_layers, "a part of fn, Sequential"),
+    "a layer in a list of a closure": (from_a_list, lambda layers: layers.__setitem__(1, linear()), "a part of fn"),
+    "a layer in a list of a module": (boxed, lambda fns: fns[1].box.__setitem__(0, linear()), "a part of fn"),
+    "a parameter two lists away": (boxed_twice, lambda fns: fns[1].box[0].box[0].bias.add_(1), "the parameter 'bias'"),
+    "a global tensor": (global_tensor, lambda _: SCALE.mul_(1.5), "that fn holds on to"),
+    "a tensor beside an attribute `caches`": (caching({"k": 1}), lambda fns: fns[1].scale[0].add_(1), "that fn holds on to"),
+    "other data at the same address": (caching(None), reuse_the_address, "the parameter 'bias'"),
+}
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("case", TOLD)
+def test_changed_since(case, memory):
+    make, change, words = TOLD[case]
+    with pytest.raises(rg.ReplayError, match=words):
+        gradients(make, change, memory)
+
+
+def fill(name, value):
+    return lambda fns: [setattr(fn, name, value) for fn in fns]
+
+
+FINE = {
+    "a parameter where there was none": (empty, fill("shift", nn.Parameter(ones()))),
+    "a buffer where there was none": (empty, fill("mask", ones())),
+    "another module in the model": (methods, lambda m: setattr(m, "extra", linear())),
+    "a part of the model that no function uses": (methods, lambda m: m.head[0].weight.add_(1)),
+    "a layer of the list that others use": (from_a_list, lambda layers: layers.append(linear())),
+    "a global with the name of an attribute": (global_tensor, lambda _: head.weight.add_(1)),
+    "an attribute `caches` that has no truth value": (caching(torch.zeros(2)), lambda _: None),
+}
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("case", FINE)
+def test_not_its_own(case, memory):
+    make, change = FINE[case]
+    assert_same(gradients(make, change, memory), gradients(make, change, "store"))
+
+
+class Table(nn.Module):
+    """A buffer made under inference_mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        with torch.inference_mode():
+            self.register_buffer("table", ones())
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) + self.table
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+def test_inference_tensors_may_be_held(memory):
+    def make():
+        fns = [Table() for _ in range(3)]
+        return fns, fns
+
+    assert_same(gradients(make, lambda _: None, memory), gradients(make, lambda _: None, "store"))
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("how", ["edited", "exchanged", "left alone"])
+def test_side_input_that_is_an_object(how, memory):
+    def make():
+        inner = linear()
+        return [lambda x, config: torch.tanh(inner(x)) + config.mask] * 3, None
+
+    def change(_):
+        if how == "edited":
+            config.mask.add_(1)
+        elif how == "exchanged":
+            config.mask = ones()
+
+    config = types.SimpleNamespace(mask=ones(), name="some", dropout=0.1)
+    if how == "left alone":
+        assert_same(gradients(make, change, memory, {"config": config}), gradients(make, change, "store", {"config": config}))
+        return
+    with pytest.raises(rg.ReplayError, match="a tensor inside of a side input was changed"):
+        gradients(make, change, memory, {"config": config})
