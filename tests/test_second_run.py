@@ -431,3 +431,43 @@ def test_part_of_fn_on_another_device():
     wanted = [a, b, *parameters(fns)]
     runs = [gradients(lambda: rg.run(rg.wirings.leapfrog(fns), {"a": a, "b": b}, memory=m), wanted) for m in ("reverse", "store")]
     assert_same(*runs)
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("drawing", [True, False])
+def test_a_hook_draws_between_the_updates_of_backward(drawing, memory):
+    """No fn moves the generators, so they are not set for each; one that borrows them must yet find them as they were."""
+
+    def noisy(x):
+        with torch.random.fork_rng(devices=[]):
+            y = x.sin() * torch.rand_like(x)
+        if drawing and y.requires_grad and not rg.replaying():
+            y.register_hook(lambda grad: grad * torch.rand(()))
+        return y
+
+    def step(policy):
+        a, b = draw(), draw()
+        found = gradients(lambda: rg.run(rg.wirings.leapfrog([noisy] * 5), {"a": a, "b": b}, memory=policy), [a, b])
+        return [*found, torch.get_rng_state().double()]
+
+    torch.manual_seed(1)
+    expected = step("store")
+    torch.manual_seed(1)
+    assert_same(step(memory), expected)
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+def test_autograd_inside_of_the_second_run_alone(memory):
+    """What fn saves is not numbered unless it asks for some of it itself; here it does so only in its second run."""
+    seen = []
+
+    def fn(x):
+        y = x.sin()
+        if rg.replaying():
+            seen.append(torch.autograd.grad(y.sum(), x, retain_graph=True)[0])
+        return y
+
+    a, b = draw(), draw()
+    run = {policy: lambda policy=policy: net_of(fn, policy, torch.cos)(a, b) for policy in (memory, "store")}
+    assert_same(gradients(run[memory], [a, b]), gradients(run["store"], [a, b]))
+    assert len(seen) == 2

@@ -27,9 +27,15 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
     """fn's output; the streams and the side inputs are as they were, or it is an error."""
     kwargs = update.side_inputs(side)
     watched: list[Tensor] = []
-    for value in (*state.values(), *sources, *kwargs.values()):
+    for value in sources:
         watched += (value,) if isinstance(value, Tensor) else tensors(value)
-    versions = [t._version for t in watched if not t.is_inference()]
+    for name, value in state.items():
+        if name not in update.sources or isinstance(value, Exact):  # what fn reads is watched already, unless it reads a copy
+            watched += (value,) if isinstance(value, Tensor) else tensors(value)
+    for value in kwargs.values():
+        watched += (value,) if isinstance(value, Tensor) else tensors(value)
+    own = [t for t in watched if not t.is_inference()]
+    versions = [t._version for t in own]
     try:
         out = update.fn(*sources, **kwargs)
     except Exception as error:
@@ -37,8 +43,7 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
         if "saved tensor hooks" in str(error):
             error.add_note("torch.func transforms inside fn need memory='store', or torch.autograd.grad in their place")
         raise
-    if [t._version for t in watched if not t.is_inference()] != versions:
-        own = [t for t in watched if not t.is_inference()]
+    if [t._version for t in own] != versions:
         edited = {id(t) for t, version in zip(own, versions, strict=True) if t._version != version}
         raise errors.edited_by_fn(errors.at(index, update), _name_of(edited, update, state, sources, kwargs))
     if observer is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +21,8 @@ class Record:
     """What the first run of an update leaves behind: everything the second run needs but tensors of the forward pass."""
 
     __slots__ = (
-        "before", "drawn", "grads", "index", "meta", "number", "ready", "sight", "stale", "strides", "target_grads", "update",
-        "values", "versions",
+        "before", "drawn", "index", "leaves", "meta", "number", "numbered", "ready", "running", "sight", "stale", "target_grads",
+        "update", "values", "versions",
     )  # fmt: skip
     index: int
     number: int  # in the run
@@ -30,18 +30,20 @@ class Record:
     sight: Sight
     drawn: tuple[list[Any], list[Any]]  # the states of the random generators before and after
     meta: list[Any]  # (shape, dtype, device) of each tensor that fn saved …
-    versions: list[int]  # … and its version then
-    stale: list[int]  # numbers of those that fn edited afterwards
-    grads: list[bool]  # requires_grad of the leaves of the sources …
-    strides: list[tuple[int, ...]]  # … and their layouts
-    target_grads: list[bool]  # the same of the target, for rules that save
+    versions: list[int]  # … and its version at the end
+    stale: Sequence[int]  # numbers of those that fn edited afterwards
+    leaves: list[tuple[tuple[int, ...], bool]]  # strides and requires_grad of the leaves of the sources
+    target_grads: list[bool]  # requires_grad of the target, for rules that save
+    numbered: bool  # fn itself calls autograd.grad, and asks for what it saved by number
+    running: bool  # in the second run
     values: list[Tensor] | None  # of an update that is stored: the saved tensors themselves …
     before: Any  # … and the target before it
     ready: list[Tensor | None] | None  # what the second run saved, until it is asked for
 
     def __init__(self, index: int, number: int, update: Update):
         self.index, self.number, self.update = index, number, update
-        self.versions, self.stale = [], []
+        self.stale = ()
+        self.numbered = self.running = False
         self.values = self.before = self.ready = None
 
     @property
@@ -50,7 +52,11 @@ class Record:
 
     def sources_again(self, state: Streams) -> list[Any]:
         """The recovered sources in the layout and with the flags that fn saw."""
-        rest, again = zip(self.strides, self.grads, strict=True), {}
+        if len(self.leaves) == 1 and isinstance(t := state[self.update.sources[0]], Tensor):
+            strides, grad = self.leaves[0]
+            t = with_strides(t, strides)
+            return [t.detach().requires_grad_() if grad else t]
+        rest, again = iter(self.leaves), {}
 
         def leaf(t: Tensor) -> Tensor:
             strides, grad = next(rest)
@@ -93,12 +99,27 @@ def reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
 
     def read(j: int) -> Tensor:
         if j >= len(store):
-            raise errors.ReplayError(
-                "a tensor that fn left behind in its second run has no graph. Use `not rg.replaying()`", record.where
-            )
+            raise left_behind(record)
         return store[j]
 
     return read
+
+
+def no_reader(record: Record) -> Callable[[None], Tensor]:
+    """The same for a fn that did no such thing in its first run: nothing is numbered, so that the pack hook is `list.append`."""
+
+    def read(_: None) -> Tensor:
+        if record.running and not record.numbered:
+            record.numbered = True  # it runs once more
+        raise left_behind(record)
+
+    return read
+
+
+def left_behind(record: Record) -> errors.ReplayError:
+    return errors.ReplayError(
+        "a tensor that fn left behind in its second run has no graph. Use `not rg.replaying()`", record.where
+    )
 
 
 def describe(store: list[Any], known: list[list[Any]]) -> list[Any]:

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from . import errors
 from .arithmetic import SIXTEEN
@@ -35,7 +34,7 @@ from .context import Context
 from .exact import Exact
 from .held import version_of
 from .purse import Purse
-from .record import Record, check_captured, describe, difference_of, packer, reader
+from .record import Record, check_captured, describe, difference_of, no_reader, packer, reader
 from .replay import modules_called, second_run
 from .sight import Sight
 from .streams import detached, each, flatten, tensors, unflatten
@@ -43,6 +42,8 @@ from .update import Update
 from .walks import Walk, enrol, retire
 
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _PATIENCE = 600.0  # seconds
 _LOCK = threading.RLock()  # one second run at a time: random states and the slots of modules belong to the whole process
 
@@ -107,16 +108,17 @@ class Run:
         context.draws.follow(sight.held.generators)
         context.sights.append(sight)
         flat = [t for value in sources for t in tensors(value)]
-        record.grads = [t.requires_grad for t in flat]
-        record.strides = [t.stride() for t in flat]
+        record.leaves = [(t.stride(), t.requires_grad) for t in flat]
         record.target_grads = [t.requires_grad for t in tensors(target)] if rule.saves else []
         live: list[Tensor] = []
-        pack = packer(live, record.versions)
+        versions: list[int] = []
+        pack = packer(live, versions)
         if self.purse is not None:
             pack = self.purse.watching(pack, [*sight.held.own_tensors(), *context.tensors])
         self.live = live
         try:
-            with saved_tensors_hooks(pack, self.unpacker(record)):
+            _push_hooks(pack, self.unpacker(record))
+            try:
                 called = None
                 if sight.held.loose:
                     with modules_called() as called:
@@ -125,13 +127,16 @@ class Run:
                     out = call(index, update, state, sources, context.side)
                 fitting(index, update, target, out)
                 applied = rule.apply(target, out) if rule.saves and not self.keeps_sources else None
+            finally:
+                _pop_hooks()
             sight.after(called, live)
             bought = self.purse is not None and self.purse.buys(record, record.where, tensors(target))
             if bought or not sight.repeatable:
                 record.values, record.before = [t.detach() for t in live], detached(target)
             record.meta = describe(live, context.known)
-            if [t._version for t in live] != record.versions:
-                record.stale = [j for j, t in enumerate(live) if t._version != record.versions[j]]
+            record.versions = [t._version for t in live]
+            if record.versions != versions:
+                record.stale = [j for j, version in enumerate(versions) if version != record.versions[j]]
         finally:
             live.clear()  # the graph holds on to the hook, and these hold on to the graph
             self.live = None
@@ -250,6 +255,7 @@ class Run:
     def fetch(self, record: Record, j: int) -> list[Any]:
         """Walk down to an update and have its saved tensors ready."""
         if self.live is not None and record.number == len(self.records):
+            record.numbered = True
             return list(self.live)  # in its first run: fn itself calls autograd.grad
         if j in record.stale:
             raise errors.edited_inside(record.where, record.meta[j][0])
@@ -302,10 +308,35 @@ class Run:
 
     def again(self, walk: Walk, number: int) -> list[Tensor | None]:
         """The second run of an update: collects what fn saves, and undoes the update unless that is done."""
-        context, record, state = self.context, self.records[number], walk.state
-        update, rule = record.update, record.update.rule
+        record = self.records[number]
         if record.values is not None:
             return self.stored(walk, record)
+        before, after = record.drawn
+        numbered, rule = record.numbered, record.update.rule
+        # Most fns draw nothing, and most find the generators as the last second run has left them. Then a look at them
+        # afterwards is enough: if they have moved, fn runs once more, from the states that it found at first.
+        calm = before is after and before is walk.marks and not rule.saves
+        at, target = walk.at, walk.state.get(record.update.target)
+        try:
+            values = self.second(walk, record, calm)
+        except errors.ReplayError:
+            if record.numbered is numbered:
+                raise
+            values = None
+        if values is None or record.numbered is not numbered:
+            walk.at, walk.state[record.update.target] = at, target
+            try:
+                values = self.second(walk, record, False)
+            except errors.ReplayError:
+                if calm:
+                    self.context.draws.put_back(before)  # it was fn that drew
+                raise
+        return values  # type: ignore[return-value]
+
+    def second(self, walk: Walk, record: Record, calm: bool) -> list[Tensor | None] | None:
+        """One more run of fn. None if it was thought that nobody draws random numbers, and somebody did."""
+        context, state, number = self.context, walk.state, record.number
+        update, rule = record.update, record.update.rule
         same = record.sight.same()
         if difference := record.sight.difference(same):
             raise errors.changed_since(record.where, difference)
@@ -313,13 +344,18 @@ class Run:
             raise errors.changed_since(record.where, "a tensor inside of a side input")
         before = state.get(update.target)
         store: list[Any] = []
-        versions: list[int] = []
         with second_run(context.modes):
             swap = record.sight.again(same)
-            drawn = context.draws.again(record.drawn)
+            drawn_before, drawn_after = record.drawn
+            present = drawn_before if calm else context.draws.again(drawn_before)
+            record.running = True
             try:
                 sources = record.sources_again(state)
-                with saved_tensors_hooks(packer(store, versions), reader(store, record)):
+                if record.numbered:
+                    _push_hooks(packer(store, []), reader(store, record))
+                else:
+                    _push_hooks(store.append, no_reader(record))
+                try:
                     out = call(record.index, update, state, sources, walk.side)
                     if walk.at > number:
                         if why := rule.mismatch(before, out):
@@ -330,17 +366,30 @@ class Run:
                         walk.at = number
                     if rule.saves and not self.keeps_sources:
                         rule.apply(record.target_again(before), out)
+                finally:
+                    _pop_hooks()
+                moved = calm and context.draws.now(drawn_before) != drawn_before
+            except BaseException:
+                context.draws.settle(drawn_after, present)
+                raise
             finally:
-                difference = drawn()
+                record.running = False
                 swap.undo()
                 values = list(store)
                 store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
+            if moved:
+                walk.marks = None
+                return None
+            if not calm:
+                difference = context.draws.settle(drawn_after, present)
+                walk.marks = drawn_before if present == drawn_before else None
         if [(t.shape, t.dtype, t.device) for t in values] != record.meta:
             difference = difference or difference_of(record.meta, describe(values, context.known))
         if swap.clamped:
             difference = difference or swap.difference()
         if difference:
             raise errors.other_path(record.where, difference)
+        versions = [t._version for t in values]
         if versions != record.versions:
             check_captured(record, [sources, walk.side, swap.put_in], values, versions)
         for j in record.stale:

@@ -134,32 +134,34 @@ class Draws:
             self.marks = [old if old == new else new for old, new in zip(before, now, strict=True)]
         return before, self.marks
 
-    def put_back(self) -> None:
-        """After an exception: the states from before the run."""
-        for generator, mark in zip(self.generators, self.start, strict=True):
+    def put_back(self, marks: list[Any] | None = None) -> None:
+        """After an exception: the states from before the run, or those."""
+        for generator, mark in zip(self.generators, self.start if marks is None else marks, strict=False):
             _set(generator, mark)
 
-    def again(self, drawn: tuple[list[Any], list[Any]]) -> Callable[[], str | None]:
-        """Have fn draw the same numbers. Call what is returned afterwards: it puts the present states back."""
-        before, after = drawn
-        followed = self.generators[: len(before)]
-        present = [_mark(g) for g in followed]
-        _move(followed, present, before)
+    def now(self, like: list[Any]) -> list[Any]:
+        """The present states of the generators that those are states of."""
+        return [_mark(g) for g in self.generators[: len(like)]]
 
-        def done() -> str | None:
-            now = [_mark(g) for g in followed]
-            _move(followed, now, present)
-            if now == after:
-                return None
-            other = next(g for g, a, b in zip(followed, after, now, strict=True) if a != b)
-            return f"it drew other random numbers on {other.device}"
+    def again(self, before: list[Any]) -> list[Any]:
+        """Have fn draw the same numbers; returns the present states, for `settle`."""
+        present = self.now(before)
+        _move(self.generators, present, before)
+        return present
 
-        return done
+    def settle(self, after: list[Any], present: list[Any]) -> str | None:
+        """After fn: the states as they were before `again`. What was drawn otherwise than in the first run, or None."""
+        now = self.now(after)
+        _move(self.generators, now, present)
+        if now == after:
+            return None
+        other = next(g for g, a, b in zip(self.generators, after, now, strict=False) if a != b)
+        return f"it drew other random numbers on {other.device}"
 
 
 def _move(found: list[torch.Generator], now: list[Any], to: list[Any]) -> None:
     if now != to:
-        for generator, old, new in zip(found, now, to, strict=True):
+        for generator, old, new in zip(found, now, to, strict=False):
             if old != new:
                 _set(generator, new)
 
@@ -183,9 +185,14 @@ def _modes() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     return found
 
 
+@functools.cache
+def _getters() -> list[Callable[[], Any]]:
+    return [get for get, _ in _modes()]
+
+
 def modes() -> list[Any]:
     """All of them as they are now."""
-    return [get() for get, _ in _modes()]
+    return [get() for get in _getters()]
 
 
 def _switch(now: list[Any], to: list[Any]) -> None:

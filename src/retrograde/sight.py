@@ -189,6 +189,8 @@ class Sight:
 
     def again(self, same: bool) -> Swap:
         """The same tensors in the same slots: those of functional_call, old values of buffers, parameters frozen since."""
+        if same and not self.before and not self.buffers:
+            return _NOTHING
         swap = Swap()
         if not same:
             self._parameters_again(swap)
@@ -243,6 +245,9 @@ class Swap:
     def undo(self) -> None:
         for slots, name, t in reversed(self.out):
             _place(slots, name, t)
+
+
+_NOTHING = Swap()  # there is nothing to put in, as a rule
 
 
 def _there(p: Any) -> TypeGuard[Parameter]:
