@@ -16,7 +16,7 @@ MEMORIES = [*REPLAYED, rg.StoreLast(2)]
 
 class Branch(nn.Sequential):
     def forward(self, x):
-        """Of its own: `module.compile()` lets the frames of torch's modules run as they are, and compiles nothing of a Sequential."""
+        """Of its own: `module.compile()` compiles nothing of a plain Sequential, as it leaves the frames of torch's modules alone."""
         return super().forward(x)
 
 

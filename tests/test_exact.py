@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from retrograde import call as calls
+from retrograde.bench.meter import LiveBytes
 from retrograde.errors import OutOfRange
 
 SETTINGS = {  # dtype of the net and its streams, dtype of autocast
@@ -1450,3 +1451,38 @@ def test_mixed_precision_of_fsdp(sharding, where):
 
 if __name__ == "__main__":
     sharded(int(sys.argv[1]), sys.argv[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("times", [150, 250, 400, 600])
+def test_budget_is_kept(times, dtype):
+    """The tensors of 64 bits that sums are made of count as well."""
+    width, batch = 32, 64
+    limit = times * width * batch
+    net = rg.ReversibleSequence([(branch32(width), branch32(width)) for _ in range(12)], arithmetic="exact").to(dtype)
+    net.memory = rg.Budget(limit)
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    x = torch.randn(batch, width).to(dtype)
+    with LiveBytes() as meter:
+        net(x).float().square().sum().backward()
+    assert 0.7 * limit < meter.peak <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flat_in_depth(dtype):
+    peaks = []
+    for depth in (4, 16, 64):
+        net = rg.ReversibleSequence([(branch32(16), branch32(16)) for _ in range(depth)], arithmetic="exact").to(dtype)
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        x = torch.randn(32, 16).to(dtype)
+        with LiveBytes() as meter:
+            net(x).float().square().sum().backward()
+        peaks.append(meter.peak)
+    assert max(peaks) <= 1.01 * min(peaks), peaks
+    assert meter.live == 0
+
+
+def branch32(width):
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))

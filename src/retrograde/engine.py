@@ -141,7 +141,7 @@ def _reverse(program: Program, indices: range, state: Streams, _: Any, context: 
     purse = None
     if limit is not None:
         wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
-        room = 3 * max(wide, default=0)  # what fn reads and returns, and sums at work, of a stream that is carried exactly
+        room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
         purse = Purse(limit, [t for name in program.names for t in tensors(state[name])], room)
     runs: dict[str, Run] = {}
     for index in indices:
