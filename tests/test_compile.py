@@ -16,7 +16,7 @@ MEMORIES = [*REPLAYED, rg.StoreLast(2)]
 
 class Branch(nn.Sequential):
     def forward(self, x):
-        """Of its own: `module.compile()` compiles nothing of a plain Sequential, as it leaves the frames of torch's modules alone."""
+        """Of its own: `module.compile()` leaves the frames of torch's modules alone, and so compiles nothing of a Sequential."""
         return super().forward(x)
 
 
