@@ -535,7 +535,7 @@ def test_input_beyond_the_limit(name, path):
     fns, streams = faulty(), streams_of("bf16 autocast")
     streams[name] = streams[name].detach().index_fill(1, torch.tensor([3], device="cuda"), 33_000.0).requires_grad_()
     out = run(fns, streams, "bf16 autocast", "reverse")
-    with pytest.raises(OutOfRange, match="left the range of exact arithmetic, ±32766") as info:
+    with pytest.raises(OutOfRange, match="beyond the range of exact arithmetic, ±32766") as info:
         out[name].nan_to_num().sum().backward()
     other = {"a": "b", "b": "a"}[name]
     assert f"the stream '{other}'" not in str(info.value)

@@ -38,10 +38,11 @@ def unknown(what: str, got: object, known: Iterable[object]) -> ProgramError:
     return ProgramError(f"unknown {what} {got!r}; known: {', '.join(map(str, known))}")
 
 
-def out_of_range(what: str, limit: float, where: str | None = None) -> OutOfRange:
+def out_of_range(where: str, name: str, limit: float, reached: float | None) -> OutOfRange:
+    size = "" if reached is None else f" (at {reached:.6g})"
     return OutOfRange(
-        f"{what} left the range of exact arithmetic, ±{limit:.0f}. As a rule the net diverges then: a smaller learning rate or a "
-        "norm at the start of fn helps. Where such values are meant, scale the stream, or use arithmetic='float', with "
+        f"the stream {name!r} left the range of exact arithmetic, ±{limit:.0f}{size}. As a rule the net diverges then: a smaller "
+        "learning rate or a norm at the start of fn helps. Where such values are meant, scale the stream, or use arithmetic='float', with "
         "memory='checkpoint' if rg.check.gradients says that it drifts",
         where,
     )

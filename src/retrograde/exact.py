@@ -44,6 +44,8 @@ class Exact(Carried):
     __slots__ = ()
 
     def leaves(self) -> list[tuple[torch.dtype, str, list[Tensor]]]:
+        if self.form.spec is None:
+            return [(*self.form.kinds[0], self.made)]
         rest = iter(self.made)
         return [(dtype, kind, [next(rest) for _ in range(2 if kind == "split" else 1)]) for dtype, kind in self.form.kinds]
 
@@ -109,6 +111,8 @@ def _bits(dtype: torch.dtype) -> int:
 
 
 def _rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
+    if t.dtype == dtype:
+        return t
     if t.dtype == torch.float64 != dtype:
         t = t.to(torch.float32)  # and from there to 16 bits, as where it is split
     return t.to(dtype)

@@ -75,6 +75,5 @@ class Ledger:
     def error(self, index: int, reached: float | None = None) -> errors.OutOfRange:
         if index < len(self.updates):
             update = self.updates[index]
-            size = "" if reached is None else f", at {reached:.6g},"
-            return errors.out_of_range(f"the stream {update.target!r}{size}", LIMIT, errors.at(index, update))
+            return errors.out_of_range(errors.at(index, update), update.target, LIMIT, reached)
         return errors.input_out_of_range(self.streams[index - len(self.updates)], LIMIT)
