@@ -19,6 +19,8 @@ observer: Callable[..., None] | None = None  # rg.check looks over the engine's 
 
 def sources_of(update: Update, state: Streams) -> list[Any]:
     """What fn reads; a stream that it reads twice is one and the same."""
+    if len(update.sources) == 1:
+        return [read(state[update.sources[0]])]
     seen = {name: read(state[name]) for name in update.sources}
     return [seen[name] for name in update.sources]
 

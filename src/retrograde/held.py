@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -74,15 +75,15 @@ class Held:
     def _look_beside(self, module: nn.Module) -> None:
         """What a module holds without registering it: in its attributes, and the modules its forward takes from around it."""
         own = module.__dict__
-        for name in own.keys() - _STANDARD:
-            if not isinstance(own[name], TELLING_NOTHING):
-                self._look_into(own[name], 3)
+        for name, value in own.items():
+            if name not in _STANDARD and not isinstance(value, TELLING_NOTHING):
+                self._look_into(value, 3)
         forward = type(module).forward
         if isinstance(forward, types.FunctionType):
             around = forward.__globals__
-            for name in _globals_of(forward.__code__) & around.keys():
-                if isinstance(around[name], (nn.Module, Tensor)):
-                    self._look_into(around[name])
+            for name in _globals_of(forward):
+                if isinstance(thing := around.get(name), (nn.Module, Tensor)):
+                    self._look_into(thing)
 
     def _look_into(self, fn: Any, depth: int = 0) -> None:
         """A function, a method, a partial or any object: through closures, defaults, attributes and containers."""
@@ -110,11 +111,23 @@ _STANDARD = frozenset(nn.Module().__dict__)
 TELLING_NOTHING = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
 
 
+_GLOBALS: weakref.WeakKeyDictionary[Any, tuple[Any, frozenset[str]]] = weakref.WeakKeyDictionary()
+
+
+def _globals_of(fn: types.FunctionType) -> frozenset[str]:
+    """The global names that a function uses. Known by function: a code object is hashed by all that is in it."""
+    code, names = _GLOBALS.get(fn, (None, frozenset()))
+    if code is not fn.__code__:
+        names = _globals_in(fn.__code__)
+        _GLOBALS[fn] = fn.__code__, names
+    return names
+
+
 @functools.cache
-def _globals_of(code: types.CodeType) -> frozenset[str]:
-    """The global names that a function uses; `co_names` has those of attributes as well."""
+def _globals_in(code: types.CodeType) -> frozenset[str]:
+    """The same of a piece of code; `co_names` has the names of attributes as well."""
     names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return frozenset(names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))))
+    return frozenset(names.union(*(_globals_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))))
 
 
 def _inside(thing: Any) -> Iterable[Any]:
@@ -123,7 +136,7 @@ def _inside(thing: Any) -> Iterable[Any]:
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, types.FunctionType):
-        used = [thing.__globals__.get(name) for name in _globals_of(thing.__code__)]
+        used = [thing.__globals__.get(name) for name in _globals_of(thing)]
         used = [g for g in used if isinstance(g, (nn.Module, Tensor)) or getattr(g, "__globals__", None) is thing.__globals__]
         cells = [cell.cell_contents for cell in thing.__closure__ or () if _filled(cell)]
         return [*used, *cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]

@@ -35,7 +35,7 @@ from .exact import Exact
 from .held import version_of
 from .purse import Purse
 from .record import Record, check_captured, describe, difference_of, no_reader, packer, reader
-from .replay import modules_called, second_run
+from .replay import begin_again, end_again, modules_called
 from .sight import Sight
 from .streams import detached, each, flatten, tensors, unflatten
 from .update import Update
@@ -105,7 +105,8 @@ class Run:
         sources = sources_of(update, state)
         record = Record(index, len(self.records), update)
         record.sight = sight = Sight(update.fn, rule)
-        context.draws.follow(sight.held.generators)
+        if sight.held.generators:
+            context.draws.follow(sight.held.generators)
         context.sights.append(sight)
         flat = [t for value in sources for t in tensors(value)]
         record.leaves = [(t.stride(), t.requires_grad) for t in flat]
@@ -344,7 +345,8 @@ class Run:
             raise errors.changed_since(record.where, "a tensor inside of a side input")
         before = state.get(update.target)
         store: list[Any] = []
-        with second_run(context.modes):
+        around = begin_again(context.modes)
+        try:
             swap = record.sight.again(same)
             drawn_before, drawn_after = record.drawn
             present = drawn_before if calm else context.draws.again(drawn_before)
@@ -362,7 +364,7 @@ class Run:
                             raise errors.other_path(record.where, why)
                         torch._C._set_grad_enabled(False)
                         before = state[update.target] = rule.undo(before, out)
-                        torch._C._set_grad_enabled(True)  # after an error, `second_run` sees to it
+                        torch._C._set_grad_enabled(True)  # after an error, `end_again` sees to it
                         walk.at = number
                     if rule.saves and not self.keeps_sources:
                         rule.apply(record.target_again(before), out)
@@ -383,6 +385,8 @@ class Run:
             if not calm:
                 difference = context.draws.settle(drawn_after, present)
                 walk.marks = drawn_before if present == drawn_before else None
+        finally:
+            end_again(context.modes, around)
         if [(t.shape, t.dtype, t.device) for t in values] != record.meta:
             difference = difference or difference_of(record.meta, describe(values, context.known))
         if swap.clamped:

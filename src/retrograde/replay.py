@@ -23,35 +23,32 @@ def replaying() -> bool:
     return getattr(_LOCAL, "depth", 0) > 0
 
 
-class second_run:
-    """fn is run again: `replaying()` is true, grad is on, modes are as in the first run, and no transform is around."""
+def begin_again(then: list[Any]) -> tuple[Any, ...]:
+    """From here on fn is run again: `replaying()` is true, grad is on, modes are as then, and no transform is around."""
+    stack = None
+    if torch._C._dispatch_tls_is_dispatch_key_included(_VMAP) or torch._C._are_functorch_transforms_active():
+        stack = contextlib.ExitStack()
+        stack.enter_context(_outside_vmap())
+    now = modes()
+    if now != then:
+        _switch(now, then)
+    around = now, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), stack
+    torch.set_autocast_cache_enabled(False)  # as in the forward pass
+    torch._C._set_grad_enabled(True)
+    _LOCAL.depth = getattr(_LOCAL, "depth", 0) + 1
+    return around
 
-    __slots__ = ("caching", "grad", "now", "stack", "then")
 
-    def __init__(self, then: list[Any]):
-        self.then = then
-        self.stack: contextlib.ExitStack | None = None
-
-    def __enter__(self) -> None:
-        if torch._C._dispatch_tls_is_dispatch_key_included(_VMAP) or torch._C._are_functorch_transforms_active():
-            self.stack = contextlib.ExitStack()
-            self.stack.enter_context(_outside_vmap())
-        self.now = modes()
-        if self.now != self.then:
-            _switch(self.now, self.then)
-        self.caching, self.grad = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
-        torch.set_autocast_cache_enabled(False)  # as in the forward pass
-        torch._C._set_grad_enabled(True)
-        _LOCAL.depth = getattr(_LOCAL, "depth", 0) + 1
-
-    def __exit__(self, *_: Any) -> None:
-        _LOCAL.depth -= 1
-        torch._C._set_grad_enabled(self.grad)
-        torch.set_autocast_cache_enabled(self.caching)
-        if self.now != self.then:
-            _switch(self.then, self.now)
-        if self.stack is not None:
-            self.stack.close()
+def end_again(then: list[Any], around: tuple[Any, ...]) -> None:
+    """All that as it was before."""
+    now, caching, grad, stack = around
+    _LOCAL.depth -= 1
+    torch._C._set_grad_enabled(grad)
+    torch.set_autocast_cache_enabled(caching)
+    if now != then:
+        _switch(then, now)
+    if stack is not None:
+        stack.close()
 
 
 @contextlib.contextmanager
@@ -78,12 +75,16 @@ def untraced(make: Callable[..., Any]) -> Callable[..., Any]:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
+_STATE = ctypes.c_char * torch.default_generator.get_state().numel()
+
+
 def _mark(generator: torch.Generator) -> Any:
     """The state of a generator, as something that is quickly compared."""
     if generator is not torch.default_generator and generator.device.type == "cuda":
         return generator.initial_seed(), generator.get_offset()
     state = generator.get_state()
-    return (ctypes.c_char * state.numel()).from_address(state.data_ptr()).raw
+    whole = _STATE if generator is torch.default_generator else ctypes.c_char * state.numel()
+    return whole.from_address(state.data_ptr()).raw
 
 
 def _set(generator: torch.Generator, mark: Any) -> None:

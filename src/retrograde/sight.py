@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from .held import Held, home_of, parts, version_of
 
 _MISSING = object()  # no such slot
+_STRIDED = torch.strided
 _SMALL = 1 << 16  # bytes of a buffer that may be kept for each update
 
 # What is known of buffers, by (name, training): "moves" if fn writes to it, "read" if code that took its pointer left it alone.
@@ -31,8 +32,9 @@ class Sight:
         self.fn, self.rule = fn, rule
         self.held = held = Held(fn, rule)
         self.modules = held.modules  # those that must be as they were
-        others = () if getattr(fn, "_keeps_a_cache", None) is True else held.tensors  # its own business
-        self.tensors = [(t, version_of(t)) for t in others]
+        self.tensors: list[tuple[Tensor, int]] = []
+        if held.tensors and getattr(fn, "_keeps_a_cache", None) is not True:  # a cache is its own business
+            self.tensors = [(t, version_of(t)) for t in held.tensors]
         self.children: dict[nn.Module, list[Any]] = {}
         self.empty: list[tuple[dict[str, Any], str]] = []  # slots that hold None
         self.pins: list[Any] = []  # storages of the parameters, so that no other one gets their addresses
@@ -43,12 +45,13 @@ class Sight:
         self.before: list[tuple[nn.Module, str, Any, int, Any]] = []  # those that it changes, replaces or makes: what they were
         self.versions: list[int] = []  # of the parameters before the call
         self.repeatable = True
+        versions = self.versions
         for m in held.modules:
             for p in m._parameters.values():
                 if p is not None:
                     if type(p) is not Parameter and is_lazy(p):
                         self.repeatable = False
-                    self.versions.append(p._version)
+                    versions.append(p._version)
             for name, b in m._buffers.items():
                 if b is None:
                     self.before.append((m, name, None, 0, None))
@@ -76,16 +79,19 @@ class Sight:
         for m in modules:
             slots = m._parameters
             for name, p in slots.items():
-                if _there(p):
-                    versions.append(p._version)
-                    self.parameters.append((slots, name, p, p._version, p.requires_grad, home_of(p)))
-                    if p.layout is torch.strided:
-                        self.pins.append(p.untyped_storage())
+                if type(p) is Parameter or _there(p):
+                    version, home = p._version, id(p)
+                    if p.layout is _STRIDED:
+                        storage = p.untyped_storage()
+                        home = storage._cdata
+                        self.pins.append(storage)
+                    versions.append(version)
+                    self.parameters.append((slots, name, p, version, p.requires_grad, home))
                 elif p is None:
                     self.empty.append((slots, name))
             self.training.append(m.training)
-            self.hooks.append(_hooks(m))
-            made = made or bool(m._buffers)
+            self.hooks.append(_hooks(m) if m._forward_hooks or m._forward_pre_hooks else ())
+            made = made or m._buffers
         if len(self.versions) != len(versions):  # lazy ones have been made
             self.versions = versions
         self.plain = self.versions == versions
@@ -135,16 +141,18 @@ class Sight:
 
     def same(self) -> bool:
         """Whether modules and their parameters are, at a glance, as they were before the call and after."""
-        held = self.held
-        if not self.plain or self._modules_now() != held.modules:
+        modules = self.held.modules
+        if not self.plain or self._modules_now() != modules:
             return False
-        for m, training, hooks in zip(held.modules, self.training, self.hooks, strict=True):
-            if m.training is not training or hooks != _hooks(m):
+        for m, training, hooks in zip(modules, self.training, self.hooks, strict=True):  # much is written out here: it is felt
+            if m.training is not training or ((m._forward_hooks or m._forward_pre_hooks or hooks) and hooks != _hooks(m)):
                 return False
         for slots, name, p, version, requires_grad, home in self.parameters:
-            if slots.get(name) is not p or p._version != version or p.requires_grad is not requires_grad or home_of(p) != home:
+            if slots.get(name) is not p or p._version != version or p.requires_grad is not requires_grad:
                 return False
-        return all(slots.get(name) is None for slots, name in self.empty)
+            if (p.untyped_storage()._cdata if p.layout is _STRIDED else id(p)) != home:
+                return False
+        return not self.empty or all(slots.get(name) is None for slots, name in self.empty)
 
     def _modules_now(self) -> list[nn.Module]:
         return Held(self.fn, self.rule).modules if self.held.wide else parts(self.held.roots)
@@ -302,7 +310,7 @@ def _written(module: nn.Module, name: str, b: Tensor, version: int, snapshot: Te
 
 
 def _hooks(m: nn.Module) -> Any:
-    return (*m._forward_pre_hooks, *m._forward_hooks) if m._forward_pre_hooks or m._forward_hooks else ()
+    return (*m._forward_pre_hooks, *m._forward_hooks)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -52,7 +52,7 @@ def each(op: Callable[..., Tensor], value: Any, *others: Any) -> Any:
 def mismatch(value: Any, other: Any) -> str | None:
     """Why `other` cannot be combined with the stream `value` leaf by leaf, or None."""
     if isinstance(value, Tensor):
-        return _leaf_mismatch(value, other)
+        return leaf_mismatch(value, other)
     flat, spec = tree_flatten(value)
     try:
         partners = spec.flatten_up_to(other)
@@ -60,10 +60,10 @@ def mismatch(value: Any, other: Any) -> str | None:
         if isinstance(value, dict) and isinstance(other, dict) and value.keys() != other.keys():
             return f"fn returned the keys {sorted(map(str, other))}, the stream has {sorted(map(str, value))}"
         return f"fn returned another tree than the stream's ({error})"
-    return next((why for a, b in zip(flat, partners, strict=True) if (why := _leaf_mismatch(a, b))), None)
+    return next((why for a, b in zip(flat, partners, strict=True) if (why := leaf_mismatch(a, b))), None)
 
 
-def _leaf_mismatch(a: Tensor, b: Any) -> str | None:
+def leaf_mismatch(a: Tensor, b: Any) -> str | None:
     if not isinstance(b, Tensor):
         return f"fn returned {_kind(b)} where the stream has a tensor of shape {tuple(a.shape)}"
     if a.shape != b.shape:

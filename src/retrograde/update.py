@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import arithmetic
 from .errors import ProgramError, at
 from .exact import Exact
-from .streams import each, flatten, mismatch
+from .streams import each, flatten, leaf_mismatch, mismatch
 
 
 class Rule(ABC):
@@ -54,6 +54,8 @@ class Add(Rule):
         return arithmetic.plus(target, out, -1)
 
     def mismatch(self, target: Any, out: Any) -> str | None:
+        if isinstance(target, Tensor):
+            return leaf_mismatch(target, out)
         return mismatch(target.outline() if isinstance(target, Exact) else target, out)
 
 
