@@ -42,8 +42,8 @@ def out_of_range(where: str, name: str, limit: float, reached: float | None) -> 
     size = "" if reached is None else f" (at {reached:.6g})"
     return OutOfRange(
         f"the stream {name!r} left the range of exact arithmetic, ±{limit:.0f}{size}. As a rule the net diverges then: a smaller "
-        "learning rate or a norm at the start of fn helps. Where such values are meant, scale the stream, or use arithmetic='float', with "
-        "memory='checkpoint' if rg.check.gradients says that it drifts",
+        "learning rate or a norm at the start of fn helps. Where such values are meant, scale the stream, or use "
+        "arithmetic='float', with memory='checkpoint' if rg.check.gradients says that it drifts",
         where,
     )
 
