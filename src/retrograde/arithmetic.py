@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .errors import ProgramError, at, unknown
 from .exact import Exact
-from .held import Held, parts
+from .held import Held
 from .streams import each, tensors
 
 NAMES = ("auto", "exact", "float")
@@ -68,19 +69,31 @@ def _sixteen_bits(program: Any, streams: dict[str, Any]) -> bool:
         return True
     if any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in SIXTEEN for d in {t.device.type for t in given}):
         return True
-    return any(map(_holds_sixteen_bits, dict.fromkeys(update.fn for update in program.updates)))
+    return _held_in_sixteen_bits({update.fn for update in program.updates})
 
 
-def _holds_sixteen_bits(fn: Any) -> bool:
-    if isinstance(fn, torch.nn.Module):
-        modules, others = parts([fn]), []
-    else:
-        held = Held(fn)
-        modules, others = held.modules, held.tensors
-    for module in modules:
-        if any(p is not None and p.dtype in SIXTEEN for p in module._parameters.values()):
-            return True
+def _held_in_sixteen_bits(fns: Iterable[Any]) -> bool:
+    """Whether a parameter of some fn, or a tensor that it holds, is of 16 bits."""
+    todo: list[Any] = []
+    for fn in fns:
+        if isinstance(fn, torch.nn.Module):
+            todo.append(fn)
+        else:
+            held = Held(fn)
+            todo += held.roots
+            if any(t.dtype in SIXTEEN for t in held.tensors):
+                return True
+    seen = set(todo)
+    while todo:
+        module = todo.pop()
+        for p in module._parameters.values():
+            if p is not None and p.dtype in SIXTEEN:
+                return True
         sharded = getattr(type(module), "_get_fsdp_state", None)  # what it will be cast to when it is gathered
         if sharded is not None and sharded(module)._mp_policy.param_dtype in SIXTEEN:
             return True
-    return any(t.dtype in SIXTEEN for t in others)
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                todo.append(child)
+    return False

@@ -19,14 +19,20 @@ class Timing:
 
 
 def in_turns(variants: Mapping[str, Callable[[], object]], rounds: int = 30, burn_in: int = 3) -> dict[str, Timing]:
-    """Time each variant once per round, so that a change of the machine's speed meets all of them."""
+    """Time each variant once per round, so that a change of the machine's speed meets all of them.
+
+    Garbage is collected between rounds, as a collection leaves cold caches to whoever comes next; each variant is the first as often
+    as the others.
+    """
     times: dict[str, list[float]] = {name: [] for name in variants}
+    order = list(variants)
     for turn in range(burn_in + rounds):
-        for name, step in variants.items():
-            gc.collect()
+        gc.collect()
+        order = [*order[1:], order[0]]
+        for name in order:
             _wait()
             start = time.perf_counter()
-            step()
+            variants[name]()
             _wait()
             if turn >= burn_in:
                 times[name].append(time.perf_counter() - start)
