@@ -21,7 +21,7 @@ class Timing:
 def in_turns(variants: Mapping[str, Callable[[], object]], rounds: int = 30, burn_in: int = 3) -> dict[str, Timing]:
     """Time each variant once per round, so that a change of the machine's speed meets all of them.
 
-    Garbage is collected between rounds: a collection leaves cold caches to whoever comes next. Each variant is the first as often as
+    Garbage is collected between rounds: a collection leaves cold caches to whoever comes next. Each variant is first as often as
     the others.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
