@@ -333,6 +333,7 @@ class Step(nn.Module):
         return self.by + 0 * x.detach().sin() * self.by
 
 
+@pytest.mark.filterwarnings("ignore:no value of the stream")
 @every_setting
 @pytest.mark.parametrize("size", [30_000.0, 32_640.0])
 @pytest.mark.parametrize("unit", [14, 24])
@@ -1486,3 +1487,18 @@ def test_flat_in_depth(dtype):
 
 def branch32(width):
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("where", ["given", "made"])
+def test_values_too_small_for_the_grid_are_told(where, dtype):
+    """Once in a pass, with the stream's name; streams of ordinary size and zeros are not."""
+    scale = 1e-5 if dtype == torch.float32 else 1e-8
+    a = torch.rand(8, dtype=dtype) * (scale if where == "given" else 0)
+    updates = [rg.Update("a", lambda b: b * scale, "b")] * 2
+    with pytest.warns(match="no value of the stream 'a' is above") as caught:
+        rg.run(updates, {"a": a, "b": torch.rand(8, dtype=dtype)}, arithmetic="exact")
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rg.run(updates, {"a": torch.rand(8, dtype=dtype), "b": torch.zeros(8, dtype=dtype)}, arithmetic="exact")

@@ -55,6 +55,13 @@ def input_out_of_range(name: str, limit: float) -> OutOfRange:
     )
 
 
+def small_values(name: str, size: float, unit: float) -> str:
+    return (
+        f"no value of the stream {name!r} is above {size:.1e}, and exact arithmetic rounds to multiples of {unit:.1e}: much is "
+        "lost there. Scale the stream, or use arithmetic='float'"
+    )
+
+
 def sixteen_bits(where: str) -> str:
     return (
         f"{where}: fn computes in 16 bits, and its stream is recovered by subtraction that rounds: gradients will be off. "

@@ -70,7 +70,7 @@ class Exact(Carried):
             else:
                 step = on_grid(part, _bits(dtype))
                 total = own[0] + step if sign > 0 else own[0] - step
-                made.append(total if ledger is None else ledger.within(total))
+                made.append(total if ledger is None else ledger.within(total, _bits(dtype)))
         return Exact(made, self.form)
 
 
@@ -91,7 +91,7 @@ def carried(value: Any, ledger: Ledger) -> Exact:
             made += fused.split(t, ledger)
         else:
             kinds.append((t.dtype, "wide"))
-            made.append(ledger.within(on_grid(t, _bits(t.dtype))))
+            made.append(ledger.within(on_grid(t, _bits(t.dtype)), _bits(t.dtype)))
     return Exact(made, Form(kinds, spec, ledger))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,16 +22,21 @@ class Ledger:
     def __init__(self, updates: Sequence[Any], streams: Sequence[str]):
         self.updates, self.streams = updates, streams
         self.index = len(updates)
+        self.warned = False  # of values that are too small for the grid
         self.flags: dict[torch.device, Tensor] = {}  # on each device, one for each value of `index`
         self.copies: list[tuple[Tensor, Any]] = []  # of the flags, on their way to the CPU
 
-    def within(self, t: Tensor) -> Tensor:
+    def within(self, t: Tensor, bits: int = GRID) -> Tensor:
         """`t`, if it is within the limit. A finite value beyond it is an error, and until that can be told, NaN."""
         told = type(t) is Tensor and not t.is_meta and not torch._C._are_functorch_transforms_active()
         value = t.detach()
         if told and value.device.type == "cpu":
             low, high = torch.aminmax(value) if value.numel() else (value.sum(), value.sum())
-            if low.item() >= -LIMIT and high.item() <= LIMIT:
+            size = max(-low.item(), high.item())
+            if size <= LIMIT:
+                if 0 < size < 2.0 ** (12 - bits) and not self.warned:
+                    self.warned = True
+                    warnings.warn(errors.small_values(self.name(self.index), size, 2.0**-bits), stacklevel=2)
                 return t
         beyond = value.isfinite().logical_and_(value.abs() > _EDGE)
         if told and value.device.type == "cpu":
@@ -72,8 +78,12 @@ class Ledger:
                 raise self.error(int(flags.nonzero()[0]))
         self.copies = []
 
+    def name(self, index: int) -> str:
+        """The stream that is written at this index."""
+        return self.updates[index].target if index < len(self.updates) else self.streams[index - len(self.updates)]
+
     def error(self, index: int, reached: float | None = None) -> errors.OutOfRange:
         if index < len(self.updates):
             update = self.updates[index]
             return errors.out_of_range(errors.at(index, update), update.target, LIMIT, reached)
-        return errors.input_out_of_range(self.streams[index - len(self.updates)], LIMIT)
+        return errors.input_out_of_range(self.name(index), LIMIT)
