@@ -1502,3 +1502,24 @@ def test_values_too_small_for_the_grid_are_told(where, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rg.run(updates, {"a": torch.rand(8, dtype=dtype), "b": torch.zeros(8, dtype=dtype)}, arithmetic="exact")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("memory", ["reverse", rg.Anchor(2), rg.Budget(5000)], ids=str)
+def test_what_cannot_be_undone_is_kept(memory, value):
+    """NaN or inf in a stream: what lies below is recovered all the same, and the gradients are those of store, finite or not."""
+    linear = nn.Linear(4, 4)
+
+    def spoil(b):
+        return torch.where(torch.arange(4) == 2, torch.full_like(b, value), b)
+
+    updates = [rg.Update("b", torch.relu, "a"), rg.Update("b", linear, "a"), rg.Update("a", spoil, "b")]
+    updates += [rg.Update("b", lambda a: a.nan_to_num(0.5, 0.5, 0.5).tanh(), "a"), rg.Update("a", spoil, "b")]
+    found = []
+    for policy in ("store", memory):
+        torch.manual_seed(0)
+        streams = {"a": torch.randn(3, 4, requires_grad=True), "b": torch.randn(3, 4, requires_grad=True)}
+        out = rg.run(updates, streams, memory=policy, arithmetic="exact")
+        found.append(torch.autograd.grad(out["b"].square().sum(), [*streams.values(), *linear.parameters()]))
+    assert all(g.isfinite().all() for g in found[0])
+    assert all(map(torch.equal, *found))

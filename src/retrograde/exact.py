@@ -57,6 +57,14 @@ class Exact(Carried):
         """A tree of tensors that have the stream's shapes."""
         return unflatten([made[0] for _, _, made in self.leaves()], self.form.spec)
 
+    def spoilt_in(self, changed: Exact) -> bool:
+        """Whether a finite value is NaN or inf now, as far as that is known without waiting for a device."""
+        ledger = self.form.ledger
+        if not ledger.strange:
+            return False
+        ledger.strange = False
+        return any(bool((a.isfinite() & ~b.isfinite()).any()) for a, b in zip(self.made, changed.made, strict=True))
+
     def plus(self, out: Any, sign: int) -> Exact:
         """The stream with `out`, rounded to the grid, added or subtracted."""
         ledger = None if replaying() else self.form.ledger  # a second run meets the values of the first

@@ -22,6 +22,7 @@ class Ledger:
     def __init__(self, updates: Sequence[Any], streams: Sequence[str]):
         self.updates, self.streams = updates, streams
         self.index = len(updates)
+        self.strange = False  # NaN or inf has come up
         self.warned = False  # of values that are too small for the grid
         self.flags: dict[torch.device, Tensor] = {}  # on each device, one for each value of `index`
         self.copies: list[tuple[Tensor, Any]] = []  # of the flags, on their way to the CPU
@@ -42,6 +43,7 @@ class Ledger:
         if told and value.device.type == "cpu":
             if beyond.any():
                 raise self.error(self.index, float(value[beyond].abs().max()))
+            self.strange = True
             return t  # NaN and inf stay what they are
         if told:
             self.flags_on(value.device)[self.index] += beyond.any()

@@ -21,8 +21,8 @@ class Record:
     """What the first run of an update leaves behind: everything the second run needs but tensors of the forward pass."""
 
     __slots__ = (
-        "before", "drawn", "index", "leaves", "meta", "number", "numbered", "ready", "running", "sight", "stale", "target_grads",
-        "update", "values", "versions",
+        "before", "drawn", "index", "kept", "leaves", "meta", "number", "numbered", "ready", "running", "sight", "stale",
+        "target_grads", "update", "values", "versions",
     )  # fmt: skip
     index: int
     number: int  # in the run
@@ -38,13 +38,14 @@ class Record:
     running: bool  # in the second run
     values: list[Tensor] | None  # of an update that is stored: the saved tensors themselves …
     before: Any  # … and the target before it
+    kept: Any  # the target before an update that made NaN or inf of it, which cannot be undone
     ready: list[Tensor | None] | None  # what the second run saved, until it is asked for
 
     def __init__(self, index: int, number: int, update: Update):
         self.index, self.number, self.update = index, number, update
         self.stale = ()
         self.numbered = self.running = False
-        self.values = self.before = self.ready = None
+        self.values = self.before = self.kept = self.ready = None
 
     @property
     def where(self) -> str:

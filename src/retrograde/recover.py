@@ -145,7 +145,9 @@ class Run:
         self.records.append(record)
         if self.keeps_sources:
             out = each(self.keep(dict(zip(update.sources, sources, strict=True))), out)
-        state[update.target] = rule.apply(target, out) if applied is None else applied
+        state[update.target] = changed = rule.apply(target, out) if applied is None else applied
+        if isinstance(target, Exact) and not self.keeps_sources and target.spoilt_in(changed):
+            record.kept = detached(target)
 
     def keep_finals(self, state: Streams) -> None:
         touched = dict.fromkeys(name for r in self.records for name in (*r.update.sources, r.update.target))
@@ -363,7 +365,7 @@ class Run:
                         if why := rule.mismatch(before, out):
                             raise errors.other_path(record.where, why)
                         torch._C._set_grad_enabled(False)
-                        before = state[update.target] = rule.undo(before, out)
+                        before = state[update.target] = rule.undo(before, out) if record.kept is None else record.kept
                         torch._C._set_grad_enabled(True)  # after an error, `end_again` sees to it
                         walk.at = number
                     if rule.saves and not self.keeps_sources:
