@@ -1,6 +1,7 @@
 """What fn holds, however it holds it: changed between forward and backward it is an error, or seen as it was; nothing else is."""
 
 import types
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -248,3 +249,47 @@ def test_side_input_that_is_an_object(how, memory):
         return
     with pytest.raises(rg.ReplayError, match="a tensor inside of a side input was changed"):
         gradients(make, change, memory, {"config": config})
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_side_input_that_collects(forwards, memory):
+    """Losses that fns leave in an object, which the loop then takes out of it: no change of what fn reads."""
+    inner = linear()
+
+    def fn(x, box):
+        y = torch.tanh(inner(x)) * box.scale
+        loss = y.square().mean()
+        if not rg.replaying():
+            box.losses.append(loss)
+        return y
+
+    def step(memory):
+        torch.manual_seed(0)
+        box = types.SimpleNamespace(losses=[], scale=ones() * 2)
+        x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+        updates = [rg.Update("ab"[i % 2], fn, "ba"[i % 2], "box") for i in range(3)]
+        outs = [rg.run(updates, {"a": x, "b": x * 0.5}, {"box": box}, memory=memory)["a"].sum() for _ in range(forwards)]
+        total = sum(outs) + sum(box.losses)
+        box.losses.clear()
+        return torch.autograd.grad(total, [x, inner.weight])
+
+    assert_same(step(memory), step("store"))
+
+
+@dataclass
+class Scaled:
+    """Equal by value, so it has no hash."""
+
+    scale: torch.Tensor
+
+    def __call__(self, x):
+        return torch.tanh(x * self.scale)
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+def test_fn_without_a_hash(memory):
+    def make():
+        return [Scaled(ones() * 2), linear(), Scaled(ones() * 3)], None
+
+    assert_same(gradients(make, lambda _: None, memory), gradients(make, lambda _: None, "store"))

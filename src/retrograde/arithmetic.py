@@ -69,7 +69,7 @@ def _sixteen_bits(program: Any, streams: dict[str, Any]) -> bool:
         return True
     if any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in SIXTEEN for d in {t.device.type for t in given}):
         return True
-    return _held_in_sixteen_bits({update.fn for update in program.updates})
+    return _held_in_sixteen_bits({id(update.fn): update.fn for update in program.updates}.values())
 
 
 def _held_in_sixteen_bits(fns: Iterable[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,7 +31,8 @@ class Context:
         self.grads = [t.requires_grad for t in self.tensors]
         self.others = [_HOLE if is_kept else t for t, is_kept in zip(flat, kept, strict=True)]
         self.opaque = [o for o in self.others if o is not _HOLE and not isinstance(o, (*TELLING_NOTHING, torch.Generator))]
-        self.beside: list[Any] = []  # tensors inside of those, as the forward pass left them
+        self.inside = self._inside()
+        self.beside: list[tuple[weakref.ref[Tensor], int]] = []
         self.modes = modes()
         self.draws = Draws(generators(flat))
         self.sights: list[Sight] = []
@@ -45,13 +47,21 @@ class Context:
             if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
                 raise errors.ProgramError("fn changed a list or a dict among the side inputs. Let it return what it has to tell")
 
-    def inside(self) -> list[Any]:
-        """The tensors inside of side inputs that are objects of some class."""
-        return [(id(t), version_of(t)) for thing in self.opaque for t in Held(thing).own_tensors()]
+    def _inside(self) -> list[Tensor]:
+        """The tensors inside of side inputs that are objects of some class. What fns compute and leave there is not meant."""
+        return [t for thing in self.opaque for t in Held(thing).own_tensors() if t.grad_fn is None]
+
+    def inside_changed(self) -> bool:
+        """Whether one that was there before the forward pass and after it has been edited or exchanged since."""
+        there = {id(t) for t in self._inside()} if self.beside else ()
+        then = [(ref(), version) for ref, version in self.beside]
+        return any(t is None or id(t) not in there or version_of(t) != version for t, version in then)
 
     def forget(self) -> None:
         """After the forward pass: what is needed again is in the hands of autograd."""
-        self.beside = self.inside()
+        there = {id(t) for t in self._inside()}
+        self.beside = [(weakref.ref(t), version_of(t)) for t in self.inside if id(t) in there]
+        self.inside = []
         self.side, self.tensors, self.sights = {}, [], []
 
     def side_again(self, saved: Iterable[Tensor]) -> Streams:

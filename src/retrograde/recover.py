@@ -343,7 +343,7 @@ class Run:
         same = record.sight.same()
         if difference := record.sight.difference(same):
             raise errors.changed_since(record.where, difference)
-        if context.opaque and context.inside() != context.beside:
+        if context.beside and context.inside_changed():
             raise errors.changed_since(record.where, "a tensor inside of a side input")
         before = state.get(update.target)
         store: list[Any] = []
