@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from retrograde import call as calls
 from retrograde import fused
 from retrograde.errors import OutOfRange
-from retrograde.exact import on_grid
+from retrograde.fused import on_grid
 from retrograde.ledger import GRID, LIMIT, Ledger
 
 pytestmark = pytest.mark.gpu

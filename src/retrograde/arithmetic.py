@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,7 +38,8 @@ def exact_streams(name: str, program: Any, streams: dict[str, Any]) -> list[str]
         return []
     targets = dict.fromkeys(update.target for update in program.updates)
     if name == "auto":
-        if not _sixteen_bits(program, streams):
+        held = program.plan.sixteen if torch.compiler.is_compiling() else None  # a trace knows it already
+        if not _sixteen_bits(program, streams, held):
             return []
         other = {update.target for update in program.updates if not update.rule.additive}
         return [t for t in targets if t not in other and all(map(_short, tensors(streams[t])))]
@@ -63,19 +63,19 @@ def _short(t: Tensor) -> bool:
     return not t.is_complex() and t.dtype != torch.float64 and t.device.type != "mps"
 
 
-def _sixteen_bits(program: Any, streams: dict[str, Any]) -> bool:
+def _sixteen_bits(program: Any, streams: dict[str, Any], held: bool | None) -> bool:
     given = [t for name in program.names for t in tensors(streams[name])]
     if any(t.dtype in SIXTEEN for t in given):
         return True
     if any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in SIXTEEN for d in {t.device.type for t in given}):
         return True
-    return _held_in_sixteen_bits({id(update.fn): update.fn for update in program.updates}.values())
+    return held_in_sixteen_bits(program) if held is None else held
 
 
-def _held_in_sixteen_bits(fns: Iterable[Any]) -> bool:
+def held_in_sixteen_bits(program: Any) -> bool:
     """Whether a parameter of some fn, or a tensor that it holds, is of 16 bits."""
     todo: list[Any] = []
-    for fn in fns:
+    for fn in {id(update.fn): update.fn for update in program.updates}.values():
         if isinstance(fn, torch.nn.Module):
             todo.append(fn)
         else:

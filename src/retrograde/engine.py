@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import errors
+from . import errors, traced
 from . import memory as policies
 from .arithmetic import check_arithmetic, exact_streams
 from .call import Streams, call, fitting, sources_of
@@ -20,6 +20,7 @@ from .ledger import Ledger
 from .purse import Purse
 from .recover import Run
 from .streams import dense, each, tensors
+from .trace_check import at_trace_time, named, whole_graph
 from .update import Program, Update
 
 
@@ -42,6 +43,8 @@ def run(
     >>> out["a"].sum().backward()
     """
     if torch.compiler.is_dynamo_compiling():
+        if whole_graph():
+            return traced.run(updates, streams, side, memory, arithmetic)
         return _outside_trace(updates, streams, side, memory, arithmetic)
     return _run(updates, streams, side, memory, arithmetic)
 
@@ -59,7 +62,15 @@ def invert(
     It calls fn anew, so it returns the inputs where fn is a function of its arguments: not with active dropout.
     """
     program = updates if isinstance(updates, Program) else Program(updates)
+    if torch.compiler.is_dynamo_compiling():
+        _inverse_at_trace_time(program.key)
     return run(program.inverse(), streams, side, memory=memory, arithmetic=arithmetic)
+
+
+@at_trace_time
+def _inverse_at_trace_time(program: str) -> bool:
+    named(program).inverse()
+    return True
 
 
 @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]  # imports the compiler when called: only in a trace

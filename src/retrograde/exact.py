@@ -11,7 +11,6 @@ Streams of float64 have a finer grid, 2^-35, and take the plain path.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -65,6 +64,23 @@ class Exact(Carried):
         ledger.strange = False
         return any(bool((a.isfinite() & ~b.isfinite()).any()) for a, b in zip(self.made, changed.made, strict=True))
 
+    def grads_of(self, grads: list[Any], out: Any, sign: int) -> Any:
+        """For a trace, which differentiates by hand: from the gradients of `made`, the gradient of the `out` that was added."""
+        parts = [out] if self.form.spec is None else self.form.spec.flatten_up_to(out)
+        rest = iter(grads)
+        found = []
+        for part, (_, _, made) in zip(parts, self.leaves(), strict=True):
+            grad, *_ = [next(rest) for _ in made]
+            found.append((grad if sign > 0 else -grad).to(part.dtype))
+        return unflatten(found, self.form.spec)
+
+    def grads_to(self, grads: list[Any]) -> list[Any]:
+        """For a trace: from the gradients of what fn read, those of `made`."""
+        found = []
+        for grad, (_, _, made) in zip(grads, self.leaves(), strict=True):
+            found += [grad.to(made[0].dtype), *(None for _ in made[1:])]
+        return found
+
     def plus(self, out: Any, sign: int) -> Exact:
         """The stream with `out`, rounded to the grid, added or subtracted."""
         ledger = None if replaying() else self.form.ledger  # a second run meets the values of the first
@@ -76,7 +92,7 @@ class Exact(Carried):
             elif kind == "split":
                 made += fused.plus(own[0], own[1], part, sign, ledger)
             else:
-                step = on_grid(part, _bits(dtype))
+                step = fused.on_grid(part, _bits(dtype))
                 total = own[0] + step if sign > 0 else own[0] - step
                 made.append(total if ledger is None else ledger.within(total, _bits(dtype)))
         return Exact(made, self.form)
@@ -99,19 +115,13 @@ def carried(value: Any, ledger: Ledger) -> Exact:
             made += fused.split(t, ledger)
         else:
             kinds.append((t.dtype, "wide"))
-            made.append(ledger.within(on_grid(t, _bits(t.dtype)), _bits(t.dtype)))
+            made.append(ledger.within(fused.on_grid(t, _bits(t.dtype)), _bits(t.dtype)))
     return Exact(made, Form(kinds, spec, ledger))
 
 
 def read(value: Any) -> Any:
     """A stream as fn sees it, however it is carried."""
     return value.read() if isinstance(value, Exact) else value
-
-
-def on_grid(t: Tensor, bits: int) -> Tensor:
-    """`t` in float64, rounded to a multiple of 2^-bits: a large number pushes the rest out of the mantissa. Never -0.0."""
-    push = math.ldexp(1.5, 52 - bits)
-    return t.to(torch.float64, copy=True).add_(push).sub_(push)
 
 
 def _bits(dtype: torch.dtype) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .ledger import Ledger
+from .ledger import GRID, LIMIT, Ledger
 
 
 @functools.cache
@@ -23,13 +24,19 @@ def _kernels() -> Any:
 
 
 def usable(t: Tensor) -> bool:
-    return (
+    return torch.compiler.is_compiling() or (
         t.device.type == "cuda"
         and type(t) in (Tensor, torch.nn.Parameter)
         and not torch._C._are_functorch_transforms_active()
         and torch.autograd.forward_ad._current_level < 0
         and _kernels() is not None
     )
+
+
+def on_grid(t: Tensor, bits: int = GRID) -> Tensor:
+    """`t` in float64, rounded to a multiple of 2^-bits: a large number pushes the rest out of the mantissa. Never -0.0."""
+    push = math.ldexp(1.5, 52 - bits)
+    return t.to(torch.float64, copy=True).add_(push).sub_(push)
 
 
 def split(t: Tensor, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
@@ -40,9 +47,35 @@ def split(t: Tensor, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
 
 def plus(high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
     """`part`, rounded to the grid, added or subtracted; with a ledger, what leaves the range is written down there."""
+    if torch.compiler.is_compiling():
+        return _in_trace(high, low, part, sign)
     if torch.is_grad_enabled() and (high.requires_grad or part.requires_grad):
         return _Plus.apply(high, low, part, sign, ledger)  # type: ignore[return-value]
     return _sum(high, low, part, sign, ledger)
+
+
+def _in_trace(high: Tensor, low: Tensor, part: Tensor, sign: int) -> tuple[Tensor, Tensor]:
+    """The kernel in plain operations, which the compiler fuses; beyond the range there is NaN."""
+    unit = 2.0**-GRID
+    if part.dtype == torch.float64:  # an increment with more than float32 holds
+        total = high.double() + low.double() * unit + sign * on_grid(part)
+        new = total.to(torch.float32)
+        rest = total - new
+    else:
+        given = part.to(torch.float32)
+        step = torch.where(given.abs() < 1, (given / unit).round() * unit, given)  # from 1 on all are on the grid
+        step = given + (step - given).detach()  # the same number, and the gradient passes
+        new, lost = _two_sum(high, sign * step)
+        new, rest = _two_sum(new, lost + low.to(torch.float32) * unit)
+    new = torch.where(new.isfinite() & (new.abs() > LIMIT), torch.nan, new)
+    return new, torch.where(new.isfinite(), (rest / unit).detach(), 0.0).to(torch.int16)
+
+
+def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded sum and what the rounding lost, exactly."""
+    total = a + b
+    of_b = (total - a).detach()
+    return total, ((a - (total - of_b)) + (b - of_b)).detach()
 
 
 def _sum(high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,12 @@ class Ledger:
 
     def within(self, t: Tensor, bits: int = GRID) -> Tensor:
         """`t`, if it is within the limit. A finite value beyond it is an error, and until that can be told, NaN."""
-        told = type(t) is Tensor and not t.is_meta and not torch._C._are_functorch_transforms_active()
+        told = (
+            not torch.compiler.is_compiling()
+            and type(t) is Tensor
+            and not t.is_meta
+            and not torch._C._are_functorch_transforms_active()
+        )
         value = t.detach()
         if told and value.device.type == "cpu":
             low, high = torch.aminmax(value) if value.numel() else (value.sum(), value.sum())

@@ -14,6 +14,8 @@ from .engine import invert, run
 from .errors import ProgramError, unknown
 from .memory import check_memory, settled
 from .streams import each, flatten, unflatten
+from .trace_check import at_trace_time, key_of, named, refuse, whole_graph
+from .traced import make_plan
 from .update import ALL, Program, Update
 from .wirings import pair
 
@@ -24,6 +26,11 @@ class Net(nn.Module):
     def __init__(self, memory: Any, arithmetic: str):
         super().__init__()
         self.memory, self.arithmetic = memory, arithmetic
+        self._key = key_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._key = key_of(self)  # a copy is another net
 
     @property
     def memory(self) -> Any:
@@ -177,7 +184,18 @@ class ReversibleSequence(Net):
         return [ALL if goes else () for goes in self.route]
 
     def forward(self, x: Any, /, **side: Any) -> Any:
-        return self._through(self._program_for(side), x, side, self.memory)
+        traced = torch.compiler.is_dynamo_compiling() and whole_graph()
+        program = self._traced_program(side) if traced else self._program_for(side)
+        return self._through(program, x, side, self.memory)
+
+    def _traced_program(self, side: Mapping[str, Any]) -> Program:
+        """The same in a trace, which depends on the functions that stand in the blocks now."""
+        _prepare(self._key, *side)
+        program = self._program
+        for depth, block in enumerate(self.blocks):
+            if program.updates[2 * depth].fn is not block.f or program.updates[2 * depth + 1].fn is not block.g:
+                refuse(f"block {depth} has hooks, which a trace does not call: compile without fullgraph=True")
+        return program
 
     def _through(self, updates: Any, x: Any, side: Mapping[str, Any], memory: Any) -> Any:
         """The output for `x` by these updates of x1 and x2."""
@@ -213,6 +231,12 @@ class ReversibleSequence(Net):
         return (
             f"split={self.split!r}, dim={self.dim}, merge={self.merge!r}, memory={self.memory!r}, arithmetic={self.arithmetic!r}"
         )
+
+
+@at_trace_time
+def _prepare(net: str, *names: str) -> bool:
+    make_plan(named(net)._program_for(dict.fromkeys(names)))
+    return True
 
 
 def halves(x: Any, dim: int, way_out: str) -> tuple[Any, Any]:

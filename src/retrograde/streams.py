@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from .trace_check import at_trace_time
+
 
 class Carried:
     """A stream in another form than the user's: tensors, and what makes a stream of them."""
@@ -70,9 +72,14 @@ def leaf_mismatch(a: Tensor, b: Any) -> str | None:
         return f"fn returned shape {tuple(b.shape)}, the stream has {tuple(a.shape)} (nothing is broadcast)"
     if a.device != b.device:
         return f"fn returned a tensor on {b.device}, the stream is on {a.device}"
-    if b.dtype == torch.bool or (a.dtype != b.dtype and not torch.can_cast(b.dtype, a.dtype)):
+    if b.dtype == torch.bool or (a.dtype != b.dtype and not _can_cast(b.dtype, a.dtype)):
         return f"fn returned {b.dtype}, which cannot be added to a stream of {a.dtype}"
     return None
+
+
+@at_trace_time
+def _can_cast(given: torch.dtype, wanted: torch.dtype) -> bool:
+    return torch.can_cast(given, wanted)
 
 
 def _kind(value: Any) -> str:

@@ -13,6 +13,7 @@ from . import arithmetic
 from .errors import ProgramError, at
 from .exact import Exact
 from .streams import each, flatten, leaf_mismatch, mismatch
+from .trace_check import key_of
 
 
 class Rule(ABC):
@@ -197,6 +198,12 @@ class Program:
         self.taken = {name for update in self.updates if update.takes is not ALL for name in update.takes.values()}
         self.takes_all = any(update.takes is ALL for update in self.updates)
         self.components = self._components()
+        self.key = key_of(self)
+        self.plan: Any = None  # of a trace (traced.py)
+        self.back: Program | None = None  # the inverse, once it was asked for
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state | {"key": key_of(self), "plan": None, "back": None}  # a copy is another program
 
     def _components(self) -> list[str]:
         """For each update a name that it shares with just those updates whose streams are connected with its own."""
@@ -241,4 +248,6 @@ class Program:
             raise ProgramError(f"no update takes the side input {', '.join(sorted(map(repr, unused)))}; taken: {taken}")
 
     def inverse(self) -> Program:
-        return Program(update.inverse() for update in reversed(self.updates))
+        if self.back is None:
+            self.back = Program(update.inverse() for update in reversed(self.updates))
+        return self.back

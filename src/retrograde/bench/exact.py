@@ -32,12 +32,12 @@ def additions(device: str, rounds: int, size: int) -> dict[str, Timing]:
     """Seconds of adding a 16-bit increment to a float32 stream of so many numbers."""
     part, stream = torch.randn(size, device=device, dtype=torch.bfloat16), torch.randn(size, device=device)
     ledger = Ledger([], ["stream"])
-    wide = exact.on_grid(stream, exact.GRID)
+    wide = fused.on_grid(stream, exact.GRID)
     forms: dict[str, Callable[[], object]] = {"float": lambda: stream + part}
     if fused.usable(stream):
         high, low = fused.split(stream, None)
         forms["exact, fused"] = lambda: fused.plus(high, low, part, 1, ledger)
-    forms["exact, plain"] = lambda: ledger.within(wide + exact.on_grid(part, exact.GRID)).float()
+    forms["exact, plain"] = lambda: ledger.within(wide + fused.on_grid(part, exact.GRID)).float()
 
     def repeated(form: Callable[[], object]) -> None:
         for _ in range(REPEATS):

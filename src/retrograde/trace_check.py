@@ -1,0 +1,176 @@
+"""What a second run in a trace could not repeat, or would leave without a gradient: looked up in the compiler's own graph.
+
+Everything here runs while the compiler traces the program, before there is any value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .errors import ProgramError, ReplayError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_REGIONAL = "Compile without fullgraph=True, or compile the functions one by one (`block.f = torch.compile(block.f)`)"
+# Parts of the names of torch's functions that may draw random numbers; whether one does is then seen by calling it.
+_SUSPECTS = (
+    "attention", "bernoulli", "binomial", "cauchy", "dirichlet", "drop", "exponential", "fractional", "gamma", "geometric", "gru",
+    "gumbel", "lowrank", "lstm", "multinomial", "normal", "poisson", "rand", "rnn", "rrelu", "sample", "uniform",
+)  # fmt: skip
+
+
+def at_trace_time(fn: F) -> F:
+    """The function runs as it is while its caller is traced; its arguments and its result are constants there."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does
+    return fn
+
+
+_NAMED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_COUNT = itertools.count()
+
+
+def key_of(thing: Any) -> str:
+    """A new name for an object, by which functions at trace time find it with `named`: all they are handed is constants."""
+    key = f"{type(thing).__name__} {next(_COUNT)}"
+    _NAMED[key] = thing
+    return key
+
+
+def named(key: str) -> Any:
+    return _NAMED[key]
+
+
+_GIVEN: list[Any] = []  # the nodes of the arguments of the Function that is traced
+_LOOKED_AT: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many nodes, by the tracer of a Function
+_INSIDE: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many second runs a trace is in
+
+
+def _output() -> Any:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output
+
+
+@at_trace_time
+def whole_graph() -> bool:
+    """Whether the compiler must not leave the trace, as `fullgraph=True` says."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return bool(InstructionTranslator.current_tx().one_graph)
+
+
+@at_trace_time
+def note_given(count: int) -> bool:
+    """The last so many nodes are the arguments of a Function that follows, each a view."""
+    _GIVEN[:] = [node for node in _output().current_tracer.graph.nodes if node.target == "view_as"][-count:]
+    return True
+
+
+@at_trace_time
+def second_run(step: int = 0) -> bool:
+    """Whether the trace is in a second run now; 1 begins one, -1 ends it."""
+    trace = _output().root_tracer
+    _INSIDE[trace] = _INSIDE.get(trace, 0) + step
+    return _INSIDE[trace] > 0
+
+
+@at_trace_time
+def refuse(message: str, where: str | None = None) -> None:
+    raise ProgramError(message, where)
+
+
+@at_trace_time
+def check_update(where: str) -> bool:
+    """fn has just been traced in the forward of a Function."""
+    output = _output()
+    tracer = output.current_tracer
+    for proxy in tracer.lifted_freevars:
+        value = proxy.node.meta.get("example_value")
+        if isinstance(value, Tensor) and value.requires_grad and proxy.node not in _GIVEN:
+            raise ReplayError(
+                f"fn uses a tensor of shape {tuple(value.shape)} that needs a gradient and is neither argument nor parameter "
+                "of a module that fn holds, so in a trace it would get no gradient. Give it as a side input, or register it as a "
+                f"parameter. {_REGIONAL}",
+                where,
+            )
+    nodes = list(tracer.graph.nodes)
+    drawn = [name for node in nodes[_LOOKED_AT.get(tracer, 0) :] if (name := _random(output, node))]
+    _LOOKED_AT[tracer] = len(nodes)
+    if drawn:
+        raise ReplayError(
+            f"fn draws random numbers ({drawn[0]}), and a trace cannot draw the same again in backward. {_REGIONAL}", where
+        )
+    changed = tracer.has_input_mutation()
+    if changed.has_mutation or any(map(_moves_statistics, nodes)):
+        raise ReplayError(f"fn edits a buffer or an argument in place, which in a trace would happen twice. {_REGIONAL}", where)
+    return True
+
+
+def _random(output: Any, node: Any) -> str | None:
+    """The name of the operation in this node that draws random numbers, or None."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    for arg in tree_leaves((node.args, node.kwargs)):
+        if isinstance(arg, torch.fx.Node) and arg.op == "get_attr":  # the body of a checkpoint, or the like
+            body = output.nn_modules.get(arg.target)
+            inner = body.graph.nodes if isinstance(body, torch.fx.GraphModule) else ()
+            found = next((name for n in inner if (name := _random(output, n))), None)
+            if found:
+                return found
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    packet = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    if not packet and not any(part in name.lower() for part in _SUSPECTS):
+        return None
+    args, kwargs = tree_map(_example, (node.args, node.kwargs))
+    try:
+        with output.fake_mode, _Draws() as draws:
+            if node.op == "call_method":
+                getattr(args[0], name)(*args[1:], **kwargs)
+            else:
+                node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception:
+        return None if packet else name  # it cannot be seen: a name that speaks of it is enough
+    return draws.found
+
+
+def _example(arg: Any) -> Any:
+    return arg.meta.get("example_value") if isinstance(arg, torch.fx.Node) else arg
+
+
+class _Draws(TorchDispatchMode):
+    """Whether an operation draws from a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _idle(func, args, kwargs or {}):
+            self.found = self.found or func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def _idle(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """An operation that could draw and does not: attention without dropout, dropout in evaluation."""
+    names = [a.name for a in func._schema.arguments]
+    given = {a.name: a.default_value for a in func._schema.arguments} | dict(zip(names, args, strict=False)) | kwargs
+    return any(given.get(key) == 0 for key in ("dropout_p", "dropout", "p") if key in given) or any(
+        given.get(key) is False for key in ("train", "training", "is_training") if key in given
+    )
+
+
+def _moves_statistics(node: Any) -> bool:
+    """Batch and instance norm move their running statistics without touching a version counter."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op != "call_function" or name not in ("batch_norm", "instance_norm"):
+        return False
+    given = [a for a in (*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")) if a is not None]
+    training = node.kwargs.get("training", node.kwargs.get("use_input_stats", node.args[5] if len(node.args) > 5 else False))
+    return bool(given and training)

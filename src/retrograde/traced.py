@@ -1,0 +1,320 @@
+"""The path of `torch.compile(fullgraph=True)`: a stretch of updates becomes one autograd Function, traced with the model around.
+
+Forward keeps the final streams. Backward goes down the list: run fn once more for its output and its gradient (`torch.func.vjp`),
+undo the update, go on. There are no hooks in a trace, and what the engine checks at run time is looked up in the trace itself
+(trace_check.py): a function that draws random numbers, edits what is not its own, or uses a tensor that needs a gradient and is
+neither its parameter nor its argument is refused, as its second run would be another or its gradient incomplete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vjp
+from torch.nn.utils.stateless import _reparametrize_module
+
+from . import errors
+from . import memory as policies
+from .arithmetic import check_arithmetic, exact_streams, held_in_sixteen_bits
+from .exact import Exact, carried, read
+from .held import Held
+from .ledger import Ledger
+from .streams import dense, each, flatten, tensors, unflatten
+from .trace_check import at_trace_time, check_update, named, note_given, refuse, second_run
+from .update import Inverted, Program, Update
+
+
+class Plan:
+    """What the trace needs to know of a program: for each update a module that holds its fn, and the parameters of all."""
+
+    def __init__(self, program: Program):
+        self.names = sorted(program.names)
+        self.where = [errors.at(index, update) for index, update in enumerate(program.updates)]
+        self.sixteen = held_in_sixteen_bits(program)
+        self.bodies = [_body(index, update) for index, update in enumerate(program.updates)]
+        self.slots: list[tuple[int, tuple[str, ...], str]] = []  # of each distinct parameter: where one that has it keeps it
+        self.own: list[list[tuple[str, int]]] = []  # for each update: the names of its parameters, and slots
+        known: dict[int, int] = {}
+        for index, body in enumerate(self.bodies):
+            self.own.append([])
+            for name, p in body.named_parameters(remove_duplicate=False):
+                if id(p) not in known:
+                    known[id(p)] = len(self.slots)
+                    *path, last = name.split(".")
+                    self.slots.append((index, tuple(path), last))
+                self.own[-1].append((name, known[id(p)]))
+
+
+class _Holder(nn.Module):
+    """A function that is no module, with the modules that it holds on to."""
+
+    def __init__(self, fn: Any, parts: Iterable[nn.Module]):
+        super().__init__()
+        self.fn, self.parts = (fn,), nn.ModuleList(dict.fromkeys(parts))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn[0](*args, **kwargs)
+
+
+def _body(index: int, update: Update) -> nn.Module:
+    if isinstance(update.fn, torch._dynamo.OptimizedModule):
+        raise errors.ProgramError(
+            "fn is compiled already, and under fullgraph=True the whole model is. Give the function itself",
+            errors.at(index, update),
+        )
+    held = Held(update.fn)
+    return update.fn if not held.wide and isinstance(update.fn, nn.Module) else _Holder(update.fn, held.roots)
+
+
+@at_trace_time
+def _prepare(key: str | None, streams: tuple[str, ...], side: tuple[str, ...]) -> bool:
+    if key is None:
+        raise errors.ProgramError(
+            "a trace cannot look into a list of updates, as it may change. Under fullgraph=True make a module of them: "
+            "rg.Reversible(updates) in the model's __init__"
+        )
+    program = named(key)
+    program.check(dict.fromkeys(streams, torch.empty(0)), dict.fromkeys(side))
+    make_plan(program)
+    return True
+
+
+def make_plan(program: Program) -> None:
+    """Its plan; the same object as long as it holds, as traces depend on it."""
+    plan = Plan(program)
+    if program.plan is None or vars(program.plan) != vars(plan):
+        program.plan = plan
+
+
+def run(program: Any, streams: Any, side: Any, memory: Any, arithmetic: str) -> dict[str, Any]:
+    """`rg.run`, inside a trace."""
+    side = dict(side or {})
+    _prepare(program.key if isinstance(program, Program) else None, tuple(streams), tuple(side))
+    plan = program.plan
+    check_arithmetic(arithmetic)
+    inside = second_run() or not torch.is_grad_enabled()
+    state = {name: dense(value) if name in plan.names and not inside else value for name, value in streams.items()}
+    stretches = policies.plan(memory, len(program.updates), state)
+    exact = exact_streams(arithmetic, program, state)
+    ledger = Ledger(program.updates, exact)
+    for name in exact:
+        state[name] = carried(state[name], ledger)
+    start = 0
+    for kind, count, limit in stretches:
+        if kind == "store" or inside:
+            _store(program, plan, range(start, start + count), state, side)
+        elif limit is not None:
+            refuse("rg.Budget counts bytes as it goes, which a trace cannot. Under fullgraph=True use rg.StoreLast(k)")
+        elif kind == "checkpoint":
+            for index in range(start, start + count):
+                _reverse(program, plan, index, index + 1, state, side, True)
+        else:
+            _reverse(program, plan, start, start + count, state, side, False)
+        start += count
+    for name in exact:
+        state[name] = read(state[name])
+    return state
+
+
+def _store(program: Program, plan: Plan, indices: range, state: dict[str, Any], side: dict[str, Any]) -> None:
+    for index in indices:
+        update = program.updates[index]
+        out = update.fn(*[read(state[name]) for name in update.sources], **update.side_inputs(side))
+        state[update.target] = update.rule.apply(state[update.target], _fitting(plan, index, update, state[update.target], out))
+
+
+def _fitting(plan: Plan, index: int, update: Update, target: Any, out: Any) -> Any:
+    if update.rule.mismatch(target, out):  # its text is none yet: shapes are symbols here
+        refuse(
+            "fn returned another tree, shape, dtype or device than the target has. Without torch.compile the error says which",
+            plan.where[index],
+        )
+    return out
+
+
+class Job:
+    """One stretch: what is not a tensor, for forward and backward."""
+
+    def __init__(self, program: Program, plan: Plan, start: int, stop: int, keeps: bool):
+        self.program, self.plan, self.start, self.stop = program, plan, start, stop
+        self.keeps = keeps  # the streams before, in place of those after
+        self.targets: list[str] = []
+        self.specs: dict[str, Any] = {}  # of each stream, how many tensors it is made of and what puts them together
+        self.side_leaves: list[Any] = []  # with None for tensors
+        self.side_needs: list[bool] = []  # whether each tensor among them needs a gradient
+        self.side_spec: Any = None
+        self.modes: list[Any] = []
+
+    def state(self, rest: Any) -> dict[str, Any]:
+        return {name: unflatten([next(rest) for _ in range(count)], spec) for name, (count, spec) in self.specs.items()}
+
+    def side(self, given: list[Any]) -> Any:
+        if self.side_spec is None:
+            return {}
+        rest = iter(given)
+        return unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.side_leaves], self.side_spec)
+
+
+_TENSOR = "a tensor stands here"
+
+
+def _reverse(program: Any, plan: Plan, start: int, stop: int, state: Any, side: Any, keeps: bool) -> None:
+    """One Function for these updates; `state` has the streams after them."""
+    job = Job(program, plan, start, stop, keeps)
+    targets = {program.updates[index].target for index in range(start, stop)}
+    used = targets.union(*(program.updates[index].sources for index in range(start, stop)))
+    given: list[Tensor] = []
+    for name in plan.names:
+        if name in used:
+            flat, spec = flatten(state[name])
+            job.specs[name] = len(flat), spec
+            given += flat
+    job.targets = [name for name in job.specs if name in targets]
+    flat, job.side_spec = flatten(side) if side else ([], None)
+    job.side_leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat]
+    given_side = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+    job.side_needs = [t.requires_grad for t in given_side]
+    job.modes = _modes(given)
+    own = [_parameter(plan.bodies[index], path, name) for index, path, name in plan.slots]
+    views = [t.view_as(t) for t in (*given, *given_side, *own)]
+    note_given(len(views))
+    made = _Stretch.apply(job, *views)
+    rest = iter(made)
+    for name in job.targets:
+        count, spec = job.specs[name]
+        state[name] = unflatten([next(rest) for _ in range(count)], spec)
+
+
+def _parameter(body: Any, path: tuple[str, ...], name: str) -> Tensor:
+    for part in path:
+        body = body._modules[part]
+    return body._parameters[name]
+
+
+def _modes(given: list[Tensor]) -> list[tuple[str, bool, torch.dtype]]:
+    """Autocast, as backward is to find it: it is traced wherever forward is, and runs outside of it."""
+    devices = dict.fromkeys([*(t.device.type for t in given), "cpu"])
+    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+
+
+def _under(modes: list[Any], call: Callable[..., Any], *args: Any) -> Any:
+    if not modes:
+        return call(*args)
+    device, enabled, dtype = modes[0]
+    with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+        return _under(modes[1:], call, *args)
+
+
+class _Stretch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, job: Job, *given: Tensor) -> tuple[Tensor, ...]:
+        first = sum(count for count, _ in job.specs.values())
+        state = job.state(iter(given[:first]))
+        before = dict(state)
+        side_tensors = list(given[first : first + len(job.side_needs)])
+        side, own = job.side(side_tensors), list(given[first + len(job.side_needs) :])
+        for index in range(job.start, job.stop):
+            update = job.program.updates[index]
+            out = _call(job, index, own, [read(state[name]) for name in update.sources], side)
+            check_update(job.plan.where[index])
+            out = _fitting(job.plan, index, update, state[update.target], out)
+            state[update.target] = update.rule.apply(state[update.target], out)
+        ctx.job = job
+        kept = before if job.keeps else state
+        ctx.save_for_backward(*[t for name in job.specs for t in tensors(kept[name])], *side_tensors, *own)
+        return tuple(t for name in job.targets for t in tensors(state[name]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        job: Job = ctx.job
+        return _under(job.modes, _backward, job, list(ctx.saved_tensors), list(grads))
+
+
+def _call(job: Job, index: int, own: list[Tensor], sources: list[Any], side: Any) -> Any:
+    """fn, with these tensors for its parameters: functional_call, without its long search for tied ones."""
+    update, body = job.program.updates[index], job.plan.bodies[index]
+    with _reparametrize_module(body, {name: own[slot] for name, slot in job.plan.own[index]}):
+        return body(*sources, **update.side_inputs(side))
+
+
+def _backward(job: Job, saved: list[Tensor], grads: list[Tensor]) -> tuple[Any, ...]:
+    first = sum(count for count, _ in job.specs.values())
+    state = job.state(iter(saved[:first]))
+    side_tensors, own = saved[first : first + len(job.side_needs)], saved[first + len(job.side_needs) :]
+    grad: dict[str, list[Any]] = {name: [None] * count for name, (count, _) in job.specs.items()}
+    rest = iter(grads)
+    for name in job.targets:
+        grad[name] = [next(rest) for _ in grad[name]]
+    of_side: list[Any] = [None] * len(side_tensors)
+    of_own: list[Any] = [None] * len(own)
+    for index in reversed(range(job.start, job.stop)):
+        _back(job, index, state, grad, side_tensors, of_side, own, of_own)
+    return (None, *[g for name in job.specs for g in grad[name]], *of_side, *of_own)
+
+
+def _back(
+    job: Job,
+    index: int,
+    state: dict[str, Any],
+    grad: dict[str, list[Any]],
+    side_tensors: list[Tensor],
+    of_side: list[Any],
+    own: list[Tensor],
+    of_own: list[Any],
+) -> None:
+    """One update: run fn again, undo it, add its gradients."""
+    update = job.program.updates[index]
+    sign = -1 if isinstance(update.rule, Inverted) else 1
+    names = list(dict.fromkeys(update.sources))
+    slots = list(dict.fromkeys(slot for _, slot in job.plan.own[index]))
+    needed = [i for i, needs in enumerate(job.side_needs) if needs]
+    seen = {name: flatten(read(state[name])) for name in names}
+
+    def again(leaves: list[Tensor], mine: list[Tensor], theirs: list[Tensor]) -> Any:
+        rest = iter(leaves)
+        values = {name: unflatten([next(rest) for _ in flat], spec) for name, (flat, spec) in seen.items()}
+        parameters = list(own)
+        for slot, t in zip(slots, mine, strict=True):
+            parameters[slot] = t
+        given = list(side_tensors)
+        for i, t in zip(needed, theirs, strict=True):
+            given[i] = t
+        return _call(job, index, parameters, [values[name] for name in update.sources], job.side(given))
+
+    leaves = [t for flat, _ in seen.values() for t in flat]
+    second_run(1)
+    out, pull, *_ = vjp(again, leaves, [own[slot] for slot in slots], [side_tensors[i] for i in needed])
+    second_run(-1)
+    after = state[update.target]
+    before = after if job.keeps else update.rule.undo(after, out)
+    state[update.target] = before
+    given = grad[update.target]
+    if isinstance(after, Exact):
+        of_out = after.grads_of(given, out, sign)
+    elif update.rule.additive:
+        of_out = each(lambda g, part: (g if sign > 0 else -g).to(part.dtype), unflatten(given, flatten(after)[1]), out)
+    else:
+        _, back, *_ = vjp(update.rule.apply, before, out)
+        of_before, of_out = back(unflatten(given, flatten(after)[1]))
+        grad[update.target] = flatten(of_before)[0]
+    of_leaves, of_mine, of_theirs = pull(of_out)
+    rest = iter(of_leaves)
+    for name in names:
+        flat = seen[name][0]
+        found = [next(rest) for _ in flat]
+        if isinstance(state[name], Exact):
+            found = state[name].grads_to(found)
+        grad[name] = [_sum(a, b) for a, b in zip(grad[name], found, strict=True)]
+    for slot, g in zip(slots, of_mine, strict=True):
+        of_own[slot] = _sum(of_own[slot], g)
+    for i, g in zip(needed, of_theirs, strict=True):
+        of_side[i] = _sum(of_side[i], g)
+
+
+def _sum(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
