@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .capture import draws
 from .errors import ProgramError, ReplayError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,14 +131,14 @@ def _random(output: Any, node: Any) -> str | None:
         return None
     args, kwargs = tree_map(_example, (node.args, node.kwargs))
     try:
-        with output.fake_mode, _Draws() as draws:
+        with output.fake_mode, _Draws() as watch:
             if node.op == "call_method":
                 getattr(args[0], name)(*args[1:], **kwargs)
             else:
                 node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception:
         return None if packet else name  # it cannot be seen: a name that speaks of it is enough
-    return draws.found
+    return watch.found
 
 
 def _example(arg: Any) -> Any:
@@ -152,18 +153,9 @@ class _Draws(TorchDispatchMode):
         self.found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _idle(func, args, kwargs or {}):
+        if draws(func, args, kwargs or {}):
             self.found = self.found or func.__name__
         return func(*args, **(kwargs or {}))
-
-
-def _idle(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """An operation that could draw and does not: attention without dropout, dropout in evaluation."""
-    names = [a.name for a in func._schema.arguments]
-    given = {a.name: a.default_value for a in func._schema.arguments} | dict(zip(names, args, strict=False)) | kwargs
-    return any(given.get(key) == 0 for key in ("dropout_p", "dropout", "p") if key in given) or any(
-        given.get(key) is False for key in ("train", "training", "is_training") if key in given
-    )
 
 
 def _moves_statistics(node: Any) -> bool:
