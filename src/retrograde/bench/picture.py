@@ -12,7 +12,15 @@ from PIL import Image
 from .report import Report, Row, beside, size
 
 COLORS = {"store": "#8a8f98", "checkpoint": "#d97706", "reverse": "#1d4ed8", "budget": "#0f766e"}
+FAMILIES = {"ordinary": COLORS["store"], "partition": "#7c3aed", "checkpoint": COLORS["checkpoint"], "reverse": COLORS["reverse"]}
+FAMILIES |= {"store-half": "#0891b2", "budget": COLORS["budget"]}
+FEW = 6  # lines that have room for large labels
 INK, FAINT = "#1f2328", "#6b7280"
+
+
+def color_of(policy: str) -> str:
+    """By name, or by what the name begins with."""
+    return COLORS.get(policy) or next((color for start, color in FAMILIES.items() if policy.startswith(start)), INK)
 
 
 def draw(report: Report, path: Path) -> None:
@@ -26,7 +34,9 @@ def draw(report: Report, path: Path) -> None:
     lines = _lines(report)
     for policy, rows in lines.items():
         xs, ys = [row.depth for row in rows], [row.activation_bytes / unit for row in rows]
-        axes.plot(xs, ys, color=COLORS.get(policy, INK), linewidth=2.4, marker="o", markersize=5, clip_on=False, zorder=3)
+        style = "--" if policy.endswith(("-compiled", "-fullgraph")) else "-"
+        look = {"color": color_of(policy), "linewidth": 2.4 if len(lines) <= FEW else 1.4, "linestyle": style}
+        axes.plot(xs, ys, **look, marker="o", markersize=5, clip_on=False, zorder=3)
     _clean(axes, sorted({row.depth for row in report.rows}), peak / unit)
     _label(axes, {policy: rows[-1] for policy, rows in lines.items()}, unit)
     what = "activations" if report.setting["grads"] == "kept" else "activations and gradients"
@@ -62,10 +72,11 @@ def _clean(axes: Axes, depths: list[int], top: float) -> None:
 
 def _label(axes: Axes, ends: dict[str, Row], unit: int) -> None:
     """The policy and its last figure at the end of each line, moved up where two would touch."""
-    lowest, gap = 0.0, axes.get_ylim()[1] * 0.135
+    many = len(ends) > FEW
+    lowest, gap = 0.0, axes.get_ylim()[1] * (0.045 if many else 0.135)
     for policy, row in sorted(ends.items(), key=lambda end: end[1].activation_bytes):
         y = max(row.activation_bytes / unit, lowest)
         lowest = y + gap
-        text = f"{policy}\n{size(row.activation_bytes)}"
-        look = {"color": COLORS.get(policy, INK), "fontsize": 10, "weight": "bold", "va": "center"}
+        text = f"{policy}{' ' if many else chr(10)}{size(row.activation_bytes)}"
+        look = {"color": color_of(policy), "fontsize": 6.5 if many else 10, "weight": "bold", "va": "center"}
         axes.annotate(text, (row.depth, y), xytext=(9, 0), textcoords="offset points", **look)
