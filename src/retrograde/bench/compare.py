@@ -103,7 +103,7 @@ def in_process(asked: dict[str, Any], timeout: float) -> dict[str, Any]:
 
 def end(worker: subprocess.Popen[str]) -> None:
     """The worker and what it started: compilers run in processes of their own."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
 
