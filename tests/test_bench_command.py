@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 from test_cli import retrograde_command
+from test_docs import ROOT
 from test_imports import environment, loaded_by
 
 from retrograde.bench import compare, worker
@@ -359,6 +362,18 @@ def test_workers_need_torch_alone():
 
 
 # -- choosing and showing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "bench.md"], ids=lambda page: page.name)
+def test_commands_in_the_documentation_are_accepted(page):
+    from retrograde.cli.bench import Options, setting_of, variants_of
+
+    commands = re.findall(r"^(?:\$ )?retrograde bench(.*)", page.read_text(), re.MULTILINE)
+    assert commands
+    for command in commands:
+        options = app._parsed(Options, shlex.split(command, comments=True), "retrograde bench")
+        assert setting_of(options)
+        assert variants_of(options)
 
 
 def names(patterns):

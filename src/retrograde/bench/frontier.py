@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from .compare import Comparison, Found
 from .picture import FAINT, INK, color_of, draw, save_png
@@ -43,7 +44,7 @@ def draw_frontier(report: Comparison, path: Path) -> None:
         hollow = row.variant.endswith(("-compiled", "-fullgraph"))
         color = color_of(row.variant)
         axes.plot(memory / unit, ms, "o", color=color, markerfacecolor="white" if hollow else color, markersize=5, zorder=3)
-    _clean(axes)
+    _clean(axes, rows, unit)
     _label(axes, rows, unit)
     title = f"A training step at depth {depth}: milliseconds against peak activations, {name}"
     figure.text(0.02, 0.94, title, color=INK, fontsize=11.5, weight="bold")
@@ -65,24 +66,36 @@ def best(rows: list[Found]) -> list[Found]:
     return kept
 
 
-def _clean(axes: Axes) -> None:
+def _clean(axes: Axes, rows: list[Found], unit: int) -> None:
+    """Memory on a scale of ratios, as it differs by factors; room for names at the right."""
+    memory, ms = zip(*map(place, rows), strict=True)
+    axes.set_xscale("log")
+    axes.set_xlim(min(memory) / unit / 1.15, max(memory) / unit * (max(memory) / min(memory)) ** 0.25 * 1.5)
+    axes.set_ylim(min(ms) * 0.92, max(ms) * 1.06)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.grid(color="#eef0f2", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, labelsize=9, length=0, pad=6)
-    low, high = axes.get_xlim()
-    axes.set_xlim(0, high + 0.28 * (high - low))  # room for the names
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
+    axes.tick_params(which="both", colors=INK, labelsize=9, length=0, pad=6)
 
 
 def _label(axes: Axes, rows: list[Found], unit: int) -> None:
-    """The name beside each point, moved up where it would lie on another."""
-    right, top = axes.get_xlim()[1], axes.get_ylim()[1]
-    taken: list[tuple[float, float]] = []
-    for row in sorted(rows, key=lambda row: place(row)[1]):
-        x, y = place(row)[0] / unit / right, place(row)[1] / top
-        while any(abs(x - x0) < 0.24 and abs(y - y0) < 0.034 for x0, y0 in taken):
-            y += 0.004
-        taken.append((x, y))
-        axes.text(x + 0.012, y, row.variant, color=color_of(row.variant), fontsize=7.5, va="center", transform=axes.transAxes)
+    """The name beside each point, or as near as there is room, with a line to the point."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    points = {row.variant: tuple(to_axes.transform((place(row)[0] / unit, place(row)[1]))) for row in rows}
+    taken = [(x - 0.008, x + 0.008, y) for x, y in points.values()]
+    for name, (x, y) in sorted(points.items(), key=lambda point: point[1]):
+        width = 0.0105 * len(name)
+        near = [(dx, sign * i * 0.012) for i in range(60) for sign in (1, -1) for dx in (0.014, 0.05, -0.014 - width)]
+        places = [(x + dx, y + dy) for dx, dy in near if 0.02 < y + dy < 1 and 0 < x + dx < 1 - width]
+        free = (at for at in places if all(at[0] + width < a or at[0] > b or abs(at[1] - c) > 0.034 for a, b, c in taken))
+        at = next(free, (x, y))
+        taken.append((at[0], at[0] + width, at[1]))
+        color = color_of(name)
+        if abs(at[1] - y) > 0.01 or abs(at[0] - x) > 0.02:
+            end = at[0] if at[0] > x else at[0] + width
+            axes.plot((x, end), (y, at[1]), color=color, linewidth=0.5, alpha=0.5, transform=axes.transAxes, zorder=1)
+        axes.text(*at, name, color=color, fontsize=7.5, va="center", transform=axes.transAxes)
