@@ -349,9 +349,13 @@ def test_no_cuda_here(monkeypatch, capsys):
 
 
 def test_pictures_need_matplotlib(monkeypatch, capsys):
+    """Told before anything starts."""
+    monkeypatch.setattr(compare, "in_process", lambda *_: pytest.fail("a worker was started"))
+    for name in [
+        n for n in sys.modules if n.startswith(("matplotlib.", "retrograde.bench.frontier", "retrograde.bench.picture"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("frontier", "picture"):
-        monkeypatch.delitem(sys.modules, f"retrograde.bench.{name}", raising=False)
     assert app.main(["bench", *SIZES, "--plot", "x.png"]) == 2
     assert capsys.readouterr().err.endswith("pip install 'retrograde[cli]'\n")
 
