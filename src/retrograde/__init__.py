@@ -3,6 +3,7 @@
 from . import check, wirings
 from .engine import invert, run
 from .errors import OutOfRange, ProgramError, ReplayError, RetrogradeError
+from .forms import compile_fns
 from .memory import Anchor, Budget, ReverseAbove, StoreLast
 from .modules import Reversible, ReversibleSequence
 from .replay import replaying
@@ -27,6 +28,7 @@ __all__ = [
     "StoreLast",
     "Update",
     "check",
+    "compile_fns",
     "invert",
     "replaying",
     "run",

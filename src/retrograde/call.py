@@ -25,8 +25,8 @@ def sources_of(update: Update, state: Streams) -> list[Any]:
     return [seen[name] for name in update.sources]
 
 
-def call(index: int, update: Update, state: Streams, sources: list[Any], side: Mapping[str, Any]) -> Any:
-    """fn's output; the streams and the side inputs are as they were, or it is an error."""
+def call(index: int, update: Update, state: Streams, sources: list[Any], side: Mapping[str, Any], mode: Any = None) -> Any:
+    """fn's output, under a mode if one is given; the streams and the side inputs are as they were, or it is an error."""
     kwargs = update.side_inputs(side)
     watched: list[Tensor] = []
     for value in sources:
@@ -39,7 +39,11 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
     own = [t for t in watched if not t.is_inference()]
     versions = [t._version for t in own]
     try:
-        out = update.fn(*sources, **kwargs)
+        if mode is None:
+            out = update.fn(*sources, **kwargs)
+        else:
+            with mode:
+                out = update.fn(*sources, **kwargs)
     except Exception as error:
         error.add_note(f"raised by fn in {errors.at(index, update)}")
         if "saved tensor hooks" in str(error):

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import errors
 from .call import Streams
+from .capture import capturing
 from .held import TELLING_NOTHING, Held, version_of
 from .replay import Draws, generators, modes
 from .sight import Sight
@@ -34,7 +35,8 @@ class Context:
         self.inside = self._inside()
         self.beside: list[tuple[weakref.ref[Tensor], int]] = []
         self.modes = modes()
-        self.draws = Draws(generators(flat))
+        self.capturing = capturing()
+        self.draws = Draws([g for g in generators(flat) if not (self.capturing and g.device.type == "cuda")])
         self.sights: list[Sight] = []
         self.known: list[list[Any]] = []  # what fns have saved, the last kinds: most are like one that came before
 

@@ -16,8 +16,9 @@ from .arithmetic import check_arithmetic, exact_streams
 from .call import Streams, call, fitting, sources_of
 from .context import Context
 from .exact import Exact, carried, read
+from .forms import two_forms
 from .ledger import Ledger
-from .purse import Purse
+from .purse import Learned, Purse, free_bytes
 from .recover import Run
 from .streams import dense, each, tensors
 from .trace_check import at_trace_time, named, whole_graph
@@ -147,13 +148,19 @@ def _store(program: Program, indices: range, state: Streams, side: Streams, _: A
         state[update.target] = update.rule.apply(target, fitting(index, update, target, out))
 
 
-def _reverse(program: Program, indices: range, state: Streams, _: Any, context: Context, limit: int | None) -> None:
+def _reverse(program: Program, indices: range, state: Streams, _: Any, context: Context, limit: int | str | None) -> None:
     """Keep the final streams alone; with a limit, also what the last updates saved."""
-    purse = None
+    purse, teaches = None, []
     if limit is not None:
         wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
         room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
-        purse = Purse(limit, [t for name in program.names for t in tensors(state[name])], room)
+        streams = [t for name in program.names for t in tensors(state[name])]
+        learned = program.learned.setdefault((limit, len(indices), *((t.shape, t.dtype) for t in streams)), Learned())
+        if isinstance(limit, str):
+            free = free_bytes(program, streams)
+            learned.free = limit = free if learned.free is None else min(learned.free, free)
+        teaches = [learned] if two_forms(update.fn for update in program.updates) else []
+        purse = Purse(limit, streams, room, len(indices) - learned.full if teaches else 0)
     runs: dict[str, Run] = {}
     for index in indices:
         name = program.components[index]
@@ -162,6 +169,8 @@ def _reverse(program: Program, indices: range, state: Streams, _: Any, context: 
         runs[name].forward(index, program.updates[index], state)
     for made in runs.values():
         made.keep_finals(state)
+    for learned in teaches:
+        learned.look_at(purse, len(indices))  # type: ignore[arg-type]
 
 
 def _checkpoint(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> None:

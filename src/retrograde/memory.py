@@ -11,7 +11,7 @@ from .streams import tensors
 
 KINDS = ("store", "checkpoint", "reverse")
 
-Stretch = tuple[str, int, int | None]  # kind, number of updates, limit in bytes
+Stretch = tuple[str, int, int | str | None]  # kind, number of updates, limit in bytes
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,19 @@ class Anchor:
 class Budget:
     """Store as many of the last updates as fit into so many bytes of activations, and reverse the rest.
 
-    Counted are the streams, their gradients, what is stored, and room for one function at work.
+    Counted are the streams, their gradients, what is stored, and room for one function at work. `Budget("auto")` takes what is
+    free on the device of the streams, less a tenth, and less the gradients that parameters do not have yet. An optimizer that
+    makes its states in its first step needs more: run one step before, or give a number.
+
+    With functions that `rg.compile_fns` has compiled, updates are stored in the lean form, and the last ones in full where there
+    is room.
     """
 
-    bytes: int
+    bytes: int | str
 
     def __post_init__(self) -> None:
-        _positive(self, "bytes", self.bytes)
+        if self.bytes != "auto":
+            _positive(self, "bytes", self.bytes)
 
     def plan(self, count: int) -> list[Stretch]:
         return [("reverse", count, self.bytes)]
@@ -82,7 +88,8 @@ class ReverseAbove:
 
 def _positive(policy: Any, name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ProgramError(f"{policy}: {name} must be a whole number (an int), 1 or more")
+        auto = ', or "auto"' if isinstance(policy, Budget) else ""
+        raise ProgramError(f"{policy}: {name} must be a whole number (an int), 1 or more{auto}")
 
 
 POLICIES = (StoreLast, Anchor, Budget, ReverseAbove)

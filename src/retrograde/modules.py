@@ -69,6 +69,10 @@ class Reversible(Net):
         position = {fn: i for i, fn in enumerate(distinct)}
         self._fn_of = [position.get(u.fn) if isinstance(u.fn, nn.Module) else None for u in self._program.updates]
 
+    def functions(self) -> list[Any]:
+        """All functions, each once."""
+        return list({id(update.fn): update.fn for update in self.program.updates}.values())
+
     @property
     def program(self) -> Program:
         """The updates, with the modules that stand in `fns` now (they may have been exchanged)."""
@@ -149,6 +153,10 @@ class ReversibleSequence(Net):
             raise ProgramError("no blocks: ReversibleSequence needs at least one (f, g)")
         self.route = route
         self._made_of: Any = None
+
+    def functions(self) -> list[Any]:
+        """All functions, each once."""
+        return list({id(fn): fn for block in self.blocks for fn in (block.f, block.g)}.values())
 
     @property
     def route(self) -> Any:

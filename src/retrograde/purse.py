@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import ProgramError
 from .held import home_of
 from .replay import untraced
+
+
+def free_bytes(program: Any, streams: list[Tensor]) -> int:
+    """What activations may take on the device of the streams, as far as can be told now."""
+    device = streams[0].device
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    elif device.type == "cpu" and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        raise ProgramError(f"rg.Budget('auto') does not know how much is free on {device}. Give a number of bytes")
+    own = {id(p): p for update in program.updates if isinstance(update.fn, nn.Module) for p in update.fn.parameters()}
+    missing = sum(p.nbytes for p in own.values() if p.requires_grad and p.grad is None)
+    return max(1, int(0.9 * (free - missing)))
+
+
+class Learned:
+    """What passes at the same sizes have taught of functions in two forms (forms.py)."""
+
+    def __init__(self) -> None:
+        self.full = 0  # so many of the last updates run in the full form, the others in the lean one
+        self.settled = False
+        self.free: int | None = None  # the least that was free on the device
+
+    def look_at(self, purse: Purse, count: int) -> None:
+        """After a forward pass of `count` updates: where all are stored and there is room, the last may be stored in full."""
+        sizes: dict[bool, list[int]] = {True: [], False: []}
+        for record, storages in purse.stored:
+            sizes[record.lean].append(sum(storages.values()))
+        left = purse.limit - purse.base - purse.total - purse.largest
+        missing = count - len(purse.stored)
+        if self.settled or (missing and not self.full):
+            return
+        if not self.full:
+            self.full = min(2, count)  # to see what they save
+            return
+        full = sum(sizes[False]) / max(1, len(sizes[False]))
+        lean = sum(sizes[True]) / max(1, len(sizes[True]))
+        if missing:  # too many: those that were given up ran for nothing
+            self.full, self.settled = max(0, self.full - math.ceil(missing * max(lean, 1) / max(full - lean, 1))), True
+        elif full > lean and left > full - lean and self.full < count:
+            self.full = min(count, self.full + int(left // (full - lean)))
+        else:
+            self.settled = True
 
 
 class Purse:
@@ -21,8 +67,9 @@ class Purse:
     one fn at work in either direction.
     """
 
-    def __init__(self, limit: int, streams: Iterable[Tensor], room: int = 0):
+    def __init__(self, limit: int, streams: Iterable[Tensor], room: int = 0, lean: int = 0):
         self.limit = limit
+        self.lean = lean  # so many updates, the first ones, run in the lean form
         self.base = 2 * sum(t.nbytes for t in streams) + room
         self.total = 0  # bytes that are stored
         self.largest = 0  # bytes that one fn saves

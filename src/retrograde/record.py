@@ -21,19 +21,21 @@ class Record:
     """What the first run of an update leaves behind: everything the second run needs but tensors of the forward pass."""
 
     __slots__ = (
-        "before", "drawn", "index", "kept", "leaves", "meta", "number", "numbered", "ready", "running", "sight", "stale",
-        "target_grads", "update", "values", "versions",
+        "before", "drawn", "given", "index", "kept", "lean", "leaves", "meta", "number", "numbered", "ready", "running",
+        "sight", "stale", "target_grads", "update", "values", "versions",
     )  # fmt: skip
     index: int
     number: int  # in the run
     update: Update
     sight: Sight
     drawn: tuple[list[Any], list[Any]]  # the states of the random generators before and after
+    given: Any  # what was drawn itself, where generators cannot be read: inside a CUDA graph (capture.py)
     meta: list[Any]  # (shape, dtype, device) of each tensor that fn saved …
     versions: list[int]  # … and its version at the end
     stale: Sequence[int]  # numbers of those that fn edited afterwards
     leaves: list[tuple[tuple[int, ...], bool]]  # strides and requires_grad of the leaves of the sources
     target_grads: list[bool]  # requires_grad of the target, for rules that save
+    lean: bool  # fn ran in its lean form (forms.py)
     numbered: bool  # fn itself calls autograd.grad, and asks for what it saved by number
     running: bool  # in the second run
     values: list[Tensor] | None  # of an update that is stored: the saved tensors themselves …

@@ -30,8 +30,10 @@ from torch import Tensor
 from . import errors
 from .arithmetic import SIXTEEN
 from .call import Streams, call, fitting, sources_of
+from .capture import Drawn, DrawnAgain
 from .context import Context
 from .exact import Exact
+from .forms import use_lean
 from .held import version_of
 from .purse import Purse
 from .record import Record, check_captured, describe, difference_of, no_reader, packer, reader
@@ -114,18 +116,22 @@ class Run:
         live: list[Tensor] = []
         versions: list[int] = []
         pack = packer(live, versions)
+        drawn = Drawn() if context.capturing else None
         if self.purse is not None:
             pack = self.purse.watching(pack, [*sight.held.own_tensors(), *context.tensors])
         self.live = live
+        record.lean = self.purse is not None and index < self.purse.lean
+        if record.lean:
+            use_lean(True)
         try:
             _push_hooks(pack, self.unpacker(record))
             try:
                 called = None
                 if sight.held.loose:
                     with modules_called() as called:
-                        out = call(index, update, state, sources, context.side)
+                        out = call(index, update, state, sources, context.side, drawn)
                 else:
-                    out = call(index, update, state, sources, context.side)
+                    out = call(index, update, state, sources, context.side, drawn)
                 fitting(index, update, target, out)
                 applied = rule.apply(target, out) if rule.saves and not self.keeps_sources else None
             finally:
@@ -141,7 +147,10 @@ class Run:
         finally:
             live.clear()  # the graph holds on to the hook, and these hold on to the graph
             self.live = None
+            if record.lean:
+                use_lean(False)
         record.drawn = context.draws.since()
+        record.given = drawn if drawn is not None and drawn.kept else None
         self.records.append(record)
         if self.keeps_sources:
             out = each(self.keep(dict(zip(update.sources, sources, strict=True))), out)
@@ -353,6 +362,8 @@ class Run:
             drawn_before, drawn_after = record.drawn
             present = drawn_before if calm else context.draws.again(drawn_before)
             record.running = True
+            if record.lean:
+                use_lean(True)
             try:
                 sources = record.sources_again(state)
                 if record.numbered:
@@ -360,7 +371,8 @@ class Run:
                 else:
                     _push_hooks(store.append, no_reader(record))
                 try:
-                    out = call(record.index, update, state, sources, walk.side)
+                    given = None if record.given is None else DrawnAgain(record.given, record.where)
+                    out = call(record.index, update, state, sources, walk.side, given)
                     if walk.at > number:
                         if why := rule.mismatch(before, out):
                             raise errors.other_path(record.where, why)
@@ -378,6 +390,8 @@ class Run:
                 raise
             finally:
                 record.running = False
+                if record.lean:
+                    use_lean(False)
                 swap.undo()
                 values = list(store)
                 store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph

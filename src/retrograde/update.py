@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from . import arithmetic
 from .errors import ProgramError, at
 from .exact import Exact
+from .purse import Learned
 from .streams import each, flatten, leaf_mismatch, mismatch
 from .trace_check import key_of
 
@@ -201,9 +202,10 @@ class Program:
         self.key = key_of(self)
         self.plan: Any = None  # of a trace (traced.py)
         self.back: Program | None = None  # the inverse, once it was asked for
+        self.learned: dict[Any, Learned] = {}  # under a budget, by its size and the shapes of the streams
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state | {"key": key_of(self), "plan": None, "back": None}  # a copy is another program
+        self.__dict__ = state | {"key": key_of(self), "plan": None, "back": None, "learned": {}}  # a copy is another program
 
     def _components(self) -> list[str]:
         """For each update a name that it shares with just those updates whose streams are connected with its own."""
