@@ -378,7 +378,7 @@ def test_commands_in_the_documentation_are_accepted(page):
     for command in commands:
         options = app._parsed(Options, shlex.split(command, comments=True), "retrograde bench")
         assert setting_of(options)
-        assert variants_of(options)
+        assert variants_of(options, "cuda")
 
 
 def names(patterns):

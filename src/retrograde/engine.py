@@ -16,7 +16,7 @@ from .arithmetic import check_arithmetic, exact_streams
 from .call import Streams, call, fitting, sources_of
 from .context import Context
 from .exact import Exact, carried, read
-from .forms import two_forms
+from .forms import two_forms, use_lean
 from .ledger import Ledger
 from .purse import Learned, Purse, free_bytes
 from .recover import Run
@@ -148,29 +148,57 @@ def _store(program: Program, indices: range, state: Streams, side: Streams, _: A
         state[update.target] = update.rule.apply(target, fitting(index, update, target, out))
 
 
-def _reverse(program: Program, indices: range, state: Streams, _: Any, context: Context, limit: int | str | None) -> None:
+def _reverse(program: Program, indices: range, state: Streams, side: Streams, context: Context, limit: Any) -> None:
     """Keep the final streams alone; with a limit, also what the last updates saved."""
-    purse, teaches = None, []
     if limit is not None:
-        wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
-        room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
-        streams = [t for name in program.names for t in tensors(state[name])]
-        learned = program.learned.setdefault((limit, len(indices), *((t.shape, t.dtype) for t in streams)), Learned())
-        if isinstance(limit, str):
-            free = free_bytes(program, streams)
-            learned.free = limit = free if learned.free is None else min(learned.free, free)
-        teaches = [learned] if two_forms(update.fn for update in program.updates) else []
-        purse = Purse(limit, streams, room, len(indices) - learned.full if teaches else 0)
+        _within(limit, program, indices, state, side, context)
+    else:
+        _walkable(program, indices, state, context)
+
+
+def _walkable(
+    program: Program, indices: range, state: Streams, context: Context, purse: Purse | None = None, lean: int = 0
+) -> None:
+    """Runs that walk back; updates below `lean` have fns in the lean form."""
     runs: dict[str, Run] = {}
     for index in indices:
         name = program.components[index]
         if name not in runs:
-            runs[name] = Run(context, purse=purse)
+            runs[name] = Run(context, purse=purse, lean=lean)
         runs[name].forward(index, program.updates[index], state)
     for made in runs.values():
         made.keep_finals(state)
-    for learned in teaches:
-        learned.look_at(purse, len(indices))  # type: ignore[arg-type]
+
+
+def _within(limit: int | str, program: Program, indices: range, state: Streams, side: Streams, context: Context) -> None:
+    """What fits into a budget is stored. Of functions in two forms, compiled for these sizes, what they save is known in time."""
+    wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
+    room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
+    streams = [t for name in program.names for t in tensors(state[name])]
+    learned = program.learned.setdefault((limit, len(indices), *((t.shape, t.dtype) for t in streams)), Learned())
+    if isinstance(limit, str):
+        free = free_bytes(program, streams)
+        if learned.free is None or free < learned.free:
+            learned.__init__()  # what fitted may not fit now
+            learned.free = free
+        limit = learned.free
+    if not two_forms(update.fn for update in program.updates):
+        _walkable(program, indices, state, context, Purse(limit, streams, room))
+        return
+    lean = indices.stop - learned.full
+    if learned.stored is None:
+        purse = Purse(limit, streams, room)
+        _walkable(program, indices, state, context, purse, lean)
+        learned.look_at(purse, len(indices))
+        return
+    first = indices.stop - learned.stored
+    _walkable(program, range(indices.start, first), state, context, None, lean)
+    for part, form in ((range(first, max(first, lean)), True), (range(max(first, lean), indices.stop), False)):
+        before = use_lean(form)
+        try:
+            _store(program, part, state, side, None, None)
+        finally:
+            use_lean(before)
 
 
 def _checkpoint(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> None:

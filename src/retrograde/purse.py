@@ -31,33 +31,36 @@ def free_bytes(program: Any, streams: list[Tensor]) -> int:
 
 
 class Learned:
-    """What passes at the same sizes have taught of functions in two forms (forms.py)."""
+    """What passes at the same sizes have taught: of what is free, and of functions in two forms (forms.py)."""
 
     def __init__(self) -> None:
-        self.full = 0  # so many of the last updates run in the full form, the others in the lean one
-        self.settled = False
         self.free: int | None = None  # the least that was free on the device
+        self.full = 0  # so many of the last updates run in the full form, the others in the lean one
+        self.growing = True  # more of them may
+        self.last: Any = None  # how many were stored in the last pass, and how many in full
+        self.stored: int | None = None  # how many are, once two passes were alike: from then on nothing is counted any more
 
     def look_at(self, purse: Purse, count: int) -> None:
         """After a forward pass of `count` updates: where all are stored and there is room, the last may be stored in full."""
-        sizes: dict[bool, list[int]] = {True: [], False: []}
-        for record, storages in purse.stored:
-            sizes[record.lean].append(sum(storages.values()))
-        left = purse.limit - purse.base - purse.total - purse.largest
+        now = len(purse.stored), self.full
         missing = count - len(purse.stored)
-        if self.settled or (missing and not self.full):
-            return
-        if not self.full:
+        if self.growing and not missing and not self.full:
             self.full = min(2, count)  # to see what they save
-            return
-        full = sum(sizes[False]) / max(1, len(sizes[False]))
-        lean = sum(sizes[True]) / max(1, len(sizes[True]))
-        if missing:  # too many: those that were given up ran for nothing
-            self.full, self.settled = max(0, self.full - math.ceil(missing * max(lean, 1) / max(full - lean, 1))), True
-        elif full > lean and left > full - lean and self.full < count:
-            self.full = min(count, self.full + int(left // (full - lean)))
-        else:
-            self.settled = True
+        elif self.growing and self.full:
+            sizes: dict[bool, list[int]] = {True: [0], False: [0]}
+            for record, storages in purse.stored:
+                sizes[record.lean].append(sum(storages.values()))
+            lean, full = (sum(found) / max(1, len(found) - 1) for found in (sizes[True], sizes[False]))
+            more = max(1.0, full - lean)
+            left = purse.limit - purse.base - purse.total - purse.largest
+            if missing:  # too many: those that had to go for them ran for nothing
+                self.full -= min(self.full, math.ceil(missing * lean / more))
+            else:
+                self.full = min(count, self.full + int(left / more))
+            self.growing = not missing and now[1] < self.full < count
+        if now == self.last and self.full == now[1]:
+            self.stored = now[0]
+        self.last = now
 
 
 class Purse:
@@ -67,9 +70,8 @@ class Purse:
     one fn at work in either direction.
     """
 
-    def __init__(self, limit: int, streams: Iterable[Tensor], room: int = 0, lean: int = 0):
+    def __init__(self, limit: int, streams: Iterable[Tensor], room: int = 0):
         self.limit = limit
-        self.lean = lean  # so many updates, the first ones, run in the lean form
         self.base = 2 * sum(t.nbytes for t in streams) + room
         self.total = 0  # bytes that are stored
         self.largest = 0  # bytes that one fn saves

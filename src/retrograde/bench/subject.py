@@ -61,11 +61,19 @@ def forward_of(variant: dict[str, Any], net: rg.ReversibleSequence) -> Forward:
 
         config.activation_memory_budget = variant["partition"]
     if variant["compiled"] == "functions":
-        blocks: Any = net.blocks
-        for block in blocks:
-            block.f, block.g = torch.compile(block.f), torch.compile(block.g)
+        _compile(variant, net)
     forward = _uncompiled(variant, net)
     return torch.compile(forward, fullgraph=True) if variant["compiled"] == "whole" else forward
+
+
+def _compile(variant: dict[str, Any], net: rg.ReversibleSequence) -> None:
+    """Each function by itself; for retrograde in the two forms that budgets choose from, if functions are modules."""
+    if variant["way"] == "retrograde" and all(isinstance(fn, nn.Module) for fn in net.functions()):
+        rg.compile_fns(net)
+        return
+    blocks: Any = net.blocks
+    for block in blocks:
+        block.f, block.g = torch.compile(block.f), torch.compile(block.g)
 
 
 def _uncompiled(variant: dict[str, Any], net: rg.ReversibleSequence) -> Forward:

@@ -23,13 +23,14 @@ class Variant:
     compiled: str = "no"  # "functions": f and g of each block; "whole": the net, with fullgraph=True
     memory: Any = None  # of retrograde: "reverse", or {"budget": bytes}, {"store_share": share of all updates}
     partition: float | None = None  # torch's activation_memory_budget for what is compiled
+    captured: bool = False  # the whole step is a CUDA graph
 
     def told(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def variants(budgets: Mapping[str, int]) -> list[Variant]:
-    """All of them; `budgets` are bytes by the name that their rows will have."""
+def variants(budgets: Mapping[str, int], device: str = "cpu") -> list[Variant]:
+    """All that there are on a device; `budgets` are bytes by the name that their rows will have."""
 
     def eager_and_compiled(name: str, way: str, **more: Any) -> list[Variant]:
         return [Variant(name, way, **more), Variant(f"{name}-compiled", way, "functions", **more)]
@@ -42,6 +43,9 @@ def variants(budgets: Mapping[str, int]) -> list[Variant]:
     found += eager_and_compiled("reverse", "retrograde", memory="reverse")
     found.append(Variant("reverse-fullgraph", "retrograde", "whole", memory="reverse"))
     found += eager_and_compiled("store-half", "retrograde", memory={"store_share": 0.5})
+    if device == "cuda":
+        found.append(Variant("ordinary-captured", "ordinary", captured=True))
+        found.append(Variant("reverse-captured", "retrograde", memory="reverse", captured=True))
     for name, size in budgets.items():
         found += eager_and_compiled(f"budget-{name}", "retrograde", memory={"budget": size})
     return found + [Variant(name, name) for name in PEERS]

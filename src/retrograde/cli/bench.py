@@ -79,7 +79,8 @@ class Options:
 
 
 def run(options: Options) -> int:
-    setting, asked = setting_of(options), variants_of(options)
+    setting = setting_of(options)
+    asked = variants_of(options, setting["device"])
     draw = drawing(options)
     net_of({**setting, "device": "cpu"}, 1)  # a block that cannot be made is told before anything starts
     found: list[Measured] = []
@@ -147,10 +148,10 @@ def setting_of(options: Options) -> dict[str, Any]:
     }
 
 
-def variants_of(options: Options) -> list[Variant]:
+def variants_of(options: Options, device: str) -> list[Variant]:
     budgets = {text.replace(" ", ""): byte_size(text, "--budget") for text in options.budget}
     try:
-        return chosen(variants(budgets), options.variants)
+        return chosen(variants(budgets, device), options.variants)
     except ValueError as error:
         raise Refused(f"--variants: {error}") from error
 
