@@ -6,6 +6,7 @@ from .errors import OutOfRange, ProgramError, ReplayError, RetrogradeError
 from .memory import Anchor, Budget, ReverseAbove, StoreLast
 from .modules import Reversible, ReversibleSequence
 from .replay import replaying
+from .step_in_backward import step_in_backward
 from .update import ALL, Add, Affine, Rule, Update
 
 __version__ = "0.1.0"
@@ -30,5 +31,6 @@ __all__ = [
     "invert",
     "replaying",
     "run",
+    "step_in_backward",
     "wirings",
 ]
