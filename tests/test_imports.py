@@ -13,14 +13,17 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 
+def environment():
+    """For a process that is to find what this one finds."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 @functools.cache
 def loaded_by(*statements):
     """Names of the modules that a fresh interpreter has loaded after the statements."""
     code = "\n".join([*statements, "import sys, json", "print(json.dumps(sorted(sys.modules)))"])
-    paths = [path for path in sys.path if path]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    return set(json.loads(done.stdout))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 STEP = """

@@ -1,0 +1,1 @@
+"""The `retrograde` command. The core never imports this."""

@@ -1,0 +1,99 @@
+"""The command `retrograde`: finds the module of the command that is asked for, and says in one line what went wrong.
+
+A command is a module with a dataclass `Options`, whose docstring and fields are its help, and `run(options) -> exit code`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from .. import __version__
+from .given import Refused
+
+COMMANDS = {  # name: what it does; the module has the same name
+    "bench": "compare time, memory and gradients of your block under every way to train it",
+}
+EXTRAS = {"tyro", "rich", "matplotlib", "PIL"}  # of retrograde[cli]
+MISUSED, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()
+        return code
+    except Refused as refusal:
+        return _say(str(refusal), MISUSED)
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # `retrograde … | head`: nobody listens any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRAS:
+            raise
+        return _say(f"the command needs {error.name}: pip install 'retrograde[cli]'", MISUSED)
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: retrograde COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "retrograde COMMAND --help says more, --version which one this is",
+        ]
+    )
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    name, *rest = argv or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        print(f"retrograde {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise Refused(f"there is no command {name!r}, use one of: {', '.join(COMMANDS)}")
+    import_module("tyro")  # a missing extra is told before a command loads its own
+    command = import_module(f"{__package__}.{name}")
+    return command.run(_parsed(command.Options, rest, f"retrograde {name}")) or 0
+
+
+def _parsed(options: type, argv: Sequence[str], prog: str) -> Any:
+    """The options, by tyro; its box of an error is brought down to a line."""
+    import tyro
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(options, args=list(argv), prog=prog)
+    except SystemExit as left:
+        if not left.code:
+            raise
+        raise Refused(f"{_first_part(said.getvalue())} (see {prog} --help)") from None
+
+
+def _first_part(box: str) -> str:
+    """The text in a box up to its first rule, as one line."""
+    rows = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")] or [box.strip()]
+    end = next((i for i, row in enumerate(rows) if row.startswith("──")), len(rows))
+    return " ".join(rows[:end]).rstrip(".")
+
+
+def _say(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    print(f"retrograde: {line}", file=sys.stderr)
+    return code

@@ -1,0 +1,94 @@
+"""What users give on the command line, read and checked: functions by name, sizes in bytes, paths. Needs no package."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+UNITS |= {f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
+
+
+class Refused(Exception):
+    """Arguments or input that cannot be used. The message is one line: what is wrong, and the way out."""
+
+
+def load(spec: str, option: str) -> Callable[..., Any]:
+    """The function that "module:function" names; modules of the current directory are found too.
+
+    >>> load("math:sqrt", "--block")(9)
+    3.0
+    """
+    module_name, colon, name = spec.partition(":")
+    if not (module_name and colon and name):
+        raise Refused(f"{option} {spec!r} is not of the form module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise Refused(f"{option} {spec}: no module {error.name!r}, neither here nor installed") from error
+        raise Refused(f"{option} {spec}: importing {module_name} fails: {told(error)}") from error
+    except Exception as error:
+        raise Refused(f"{option} {spec}: importing {module_name} fails: {told(error)}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise Refused(f"{option} {spec}: {module_name} has no {name!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise Refused(f"{option} {spec} is a {type(found).__name__}, not a function")
+    return found
+
+
+def called(spec: str, option: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the factory returns; an exception of its own is told in one line."""
+    try:
+        return factory(*args, **kwargs)
+    except Exception as error:
+        raise Refused(f"{option} {spec} raises {told(error)}") from error
+
+
+def told(error: BaseException, width: int = 200) -> str:
+    """An exception in one short line."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def byte_size(text: str, option: str) -> int:
+    """A number of bytes: "3GiB", "512 MiB", "1.5GB" or a plain number.
+
+    >>> byte_size("1.5GiB", "--budget"), byte_size("2kb", "--budget"), byte_size("4096", "--budget")
+    (1610612736, 2000, 4096)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if not match or match[2] not in UNITS or (match[2] in ("", "b") and "." in match[1]):
+        raise Refused(f"{option} {text!r} is not a size, write it as 3GiB, 512MiB, 1.5GB or a number of bytes")
+    size = round(float(match[1]) * UNITS[match[2]]) if "." in match[1] else int(match[1]) * UNITS[match[2]]
+    if size < 1:
+        raise Refused(f"{option} {text!r} is less than a byte")
+    return size
+
+
+def writable(path: Path | None, option: str) -> None:
+    """Refuses a path that no file can be written to, before the work and not after it."""
+    if path and path.is_dir():
+        raise Refused(f"{option} {path} is a directory, name a file in it")
+    if path and not path.parent.is_dir():
+        raise Refused(f"{option} {path}: there is no directory {path.parent}")
+
+
+def at_least(least: int, **options: int) -> None:
+    """Refuses options that are smaller; names are those of the fields.
+
+    >>> at_least(1, depth=2)
+    """
+    for name, value in options.items():
+        if value < least:
+            raise Refused(f"--{name.replace('_', '-')} must be {least} or more, got {value}")

@@ -1,0 +1,21 @@
+"""The console of all commands: results go to stdout, progress to stderr and to terminals alone."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+WIDTH = 130  # where there is no terminal to ask
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Without colours, markup of a terminal and wrapping to its width where there is none."""
+    found = Console(stderr=stderr, highlight=False)
+    return found if found.is_terminal else Console(stderr=stderr, highlight=False, no_color=True, width=WIDTH)
+
+
+def progress() -> Progress:
+    """A bar on stderr that is gone when the work is done; nothing at all where stderr is no terminal."""
+    where = console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=where, transient=True, disable=not where.is_terminal)
