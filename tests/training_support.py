@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from retrograde.training import checkpoints
@@ -19,7 +20,18 @@ from retrograde.training.loop import train
 from retrograde.training.metrics import read
 from retrograde.training.settings import settle
 
-TINY = {"depth": 3, "width": 16, "heads": 2, "context": 16, "batch": 4, "steps": 8, "windows": 4, "sample": 0, "lr": 1e-2}
+TINY = {
+    "depth": 3,
+    "width": 16,
+    "heads": 2,
+    "context": 16,
+    "batch": 4,
+    "steps": 8,
+    "windows": 4,
+    "sample": 0,
+    "lr": 1e-2,
+    "look_every": 8,
+}
 
 
 def text(folder, files=12, lines=60):
@@ -142,3 +154,16 @@ def until(condition, timeout=60.0):
             return True
         time.sleep(0.0002)
     return False
+
+
+@contextlib.contextmanager
+def mounted(folder, *options):
+    """A small disk of its own, where this may be done."""
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", folder], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)

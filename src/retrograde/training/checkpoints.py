@@ -6,6 +6,7 @@ A checkpoint of one process is a file, `step-00000400.pt`; a sharded one is a fo
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import re
@@ -23,6 +24,8 @@ from .errors import TrainingError, reason
 
 FORMAT = "retrograde train, 1"
 KEPT = 2
+ROOM = 1 << 16  # bytes; a failure with less left is that of a full disk, whatever name it comes under
+FULL = os.strerror(errno.ENOSPC)
 NAME = re.compile(r"step-(\d{8,})(\.pt)?")
 
 
@@ -82,10 +85,11 @@ def saving(folder: Path, path: Path) -> Iterator[Path]:
         sync(folder)
     except (OSError, RuntimeError) as error:
         last = found(folder)[-1:] if folder.is_dir() else []
+        full = folder.is_dir() and shutil.disk_usage(folder).free < ROOM
         with contextlib.suppress(OSError):
             shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
         left = f"the last good checkpoint is {last[0]}" if last else "there is no earlier checkpoint"
-        raise TrainingError(f"cannot write {path}: {reason(error)}; {left}") from error
+        raise TrainingError(f"cannot write {path}: {FULL if full else reason(error)}; {left}") from error
 
 
 def sync(folder: Path) -> None:

@@ -11,6 +11,9 @@ class TrainingError(RetrogradeError):
 
 def reason(error: BaseException) -> str:
     """The cause in a few words: the operating system's where it has one, which torch hides behind its own."""
+    failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint, by process
+    if failures:
+        return reason(next(iter(failures.values()))[0])
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.strerror:

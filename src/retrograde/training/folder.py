@@ -24,15 +24,19 @@ class Folder:
         self._lock: Any = None
 
     def __enter__(self) -> Folder:
+        error = None
         try:
             if self.parallel.rank == 0:
                 self._prepare()
-        except BaseException as error:
+        except OSError as found:
+            error = TrainingError(f"cannot write to {self.path}: {reason(found)}")
+        except TrainingError as found:
+            error = found
+        try:
+            self.parallel.together(error)
+        except BaseException:
             self.__exit__()
-            if isinstance(error, OSError):
-                raise TrainingError(f"cannot write to {self.path}: {reason(error)}") from error
             raise
-        self.parallel.largest(0)  # the others wait until it is there
         return self
 
     def _prepare(self) -> None:

@@ -47,8 +47,13 @@ def train(settings: Settings, hear: Hear = lambda what, record: None) -> Outcome
     """Train to the end, or until a signal. Only the first process says anything."""
     with Asked() as asked, processes(settings.parallel, settings.device) as parallel:
         hear = hear if parallel.rank == 0 else lambda what, record: None
-        with Folder(settings.out, settings.resume, parallel) as folder:
-            return Trainer(settings, parallel, folder, hear).run(asked)
+        try:
+            with Folder(settings.out, settings.resume, parallel) as folder:
+                return Trainer(settings, parallel, folder, hear).run(asked)
+        except RuntimeError as error:
+            if parallel.world > 1 and "Connection" in str(error):  # gloo's word for it
+                raise TrainingError("another process has stopped, and says why") from error
+            raise
 
 
 def build(settings: Settings) -> Language:
@@ -185,6 +190,7 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint, unless the weights are spoilt."""
+        self.parallel.at_rest(self.model)
         good = all(bool(torch.isfinite(local(p)).all()) for p in self.raw.parameters())
         if self.parallel.largest(not good):
             raise self.failed(f"weights are not finite after step {self.step}")
@@ -193,11 +199,15 @@ class Trainer:
         if s.parallel == "fsdp":
             from .sharded import write_folder
 
-            self.saved = write_folder(self.folder.checkpoints, kept)
+            self.saved = write_folder(self.folder.checkpoints, kept, self.parallel)
         else:
-            path = checkpoints.write(self.folder.checkpoints, kept) if self.parallel.rank == 0 else None
-            self.saved = path or self.saved
-            self.parallel.largest(0)  # all wait until it is there
+            error = None
+            try:
+                if self.parallel.rank == 0:
+                    self.saved = checkpoints.write(self.folder.checkpoints, kept)
+            except TrainingError as found:
+                error = found
+            self.parallel.together(error)
         self.hear("saved", {"step": self.step, "path": str(self.saved)})
 
     def load(self) -> None:

@@ -26,12 +26,20 @@ class Alone:
         """Around the forward and backward pass of a piece of the batch."""
         return nullcontext()
 
+    def at_rest(self, model: Any) -> None:
+        """Parameters are those that the optimizer knows, as they are not after a forward pass under fsdp."""
+
     def mean(self, value: Tensor) -> Tensor:
         return value
 
     def largest(self, value: int) -> int:
         """The largest of the processes' values, so that all do the same."""
         return value
+
+    def together(self, error: Exception | None) -> None:
+        """Go on, all of them, or stop, all of them: the one with the error raises it."""
+        if self.largest(error is not None):
+            raise error or TrainingError("another process stopped the run, and says why")
 
 
 class Several(Alone):
@@ -59,6 +67,12 @@ class Several(Alone):
             model.set_requires_gradient_sync(last)
             return nullcontext()
         return nullcontext() if last else model.no_sync()
+
+    def at_rest(self, model: Any) -> None:
+        if self.kind == "fsdp":
+            for module in model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
 
     def mean(self, value: Tensor) -> Tensor:
         value = value.clone()

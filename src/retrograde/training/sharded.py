@@ -24,34 +24,36 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from .checkpoints import FORMAT, Kept, clean, saving
 from .errors import TrainingError, reason
+from .parallel import Alone
 
 RUN = "run.json"
 
 
-def write_folder(folder: Path, kept: Kept) -> Path:
+def write_folder(folder: Path, kept: Kept, parallel: Alone) -> Path:
     """All processes write into one folder, which is renamed once all are done."""
     path = folder / f"step-{kept.step:08d}"
     part = path.with_name(f"{path.name}.part")
-    first = dist.get_rank() == 0
-    if first:
+    if parallel.rank == 0:
         shutil.rmtree(part, ignore_errors=True)
-    dist.barrier()
-    randoms: list[Any] = [None] * dist.get_world_size()
+    randoms: list[Any] = [None] * parallel.world
     dist.all_gather_object(randoms, {name: base64.b64encode(bytes(t.tolist())).decode() for name, t in kept.random.items()})
-    error = _try_save(kept.tensors or {}, part)
-    if first:
-        with saving(folder, path):
-            if error is not None:
-                raise error
-            about = {"format": FORMAT, "step": kept.step, "seconds": kept.seconds, "settings": kept.settings, "data": kept.data}
-            with (part / RUN).open("w", encoding="utf-8") as file:
-                json.dump({**about, "random": randoms, "files": _sizes(part)}, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-        clean(folder)
+    error: Exception | None = _try_save(kept.tensors or {}, part)
+    if parallel.rank == 0:
+        about = {"format": FORMAT, "step": kept.step, "seconds": kept.seconds, "settings": kept.settings, "data": kept.data}
+        try:
+            with saving(folder, path):
+                if error is not None:
+                    raise error
+                with (part / RUN).open("w", encoding="utf-8") as file:
+                    json.dump({**about, "random": randoms, "files": _sizes(part)}, file, indent=1)
+                    file.flush()
+                    os.fsync(file.fileno())
+            clean(folder)
+        except TrainingError as found:
+            error = found
     elif error is not None:
-        raise TrainingError(f"cannot write {path}: {reason(error)}") from error
-    dist.barrier()
+        error = TrainingError(f"cannot write {path}: {reason(error)}")
+    parallel.together(error)
     return path
 
 
