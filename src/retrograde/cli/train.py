@@ -40,9 +40,9 @@ class Options:
     depth: int | None = None
     """Blocks of attention and MLP (12 on a CPU, 24 on a GPU)."""
     width: int | None = None
-    """Channels (96, 768)."""
+    """Channels (96, 512)."""
     heads: int | None = None
-    """Heads of attention (4, 12)."""
+    """Heads of attention (4, 8)."""
     context: int | None = None
     """Bytes that a prediction can look back on (128, 1024)."""
     one_stream: bool = False
@@ -52,9 +52,9 @@ class Options:
     accumulate: int = 1
     """Work on the batch in so many pieces."""
     steps: int | None = None
-    """Steps of the optimizer (400, 2000)."""
+    """Steps of the optimizer (600, 1500)."""
     lr: float | None = None
-    """Learning rate of AdamW, after warm-up (2e-3, 6e-4); falls along a cosine to a tenth."""
+    """Learning rate of AdamW, after warm-up (2e-3, 1e-3); falls along a cosine to a tenth."""
     warmup: int | None = None
     """Steps of warm-up (a twentieth of all)."""
     clip: float | None = None
