@@ -19,13 +19,13 @@ from retrograde.training.errors import TrainingError
 from retrograde.training.loop import train
 
 # a checkpoint takes a while to write
-LARGER = {"depth": 3, "width": 128, "steps": 40, "save_every": 2, "look_every": 20, "lr": 3e-3}
+LARGER = {"depth": 3, "width": 128, "save_every": 2, "look_every": 20, "lr": 3e-3}
 
 
-def killed_again_and_again(launcher, folder, kills, seed=0, **more):
+def killed_again_and_again(launcher, folder, kills, steps, seed=0):
     """A run that is killed so many times, every other time while it writes; how many left half a checkpoint behind."""
     rng, halves, parts = random.Random(seed), 0, folder / "run" / "checkpoints"
-    argv = command(folder, resume=True, **LARGER, **more)
+    argv = command(folder, resume=True, steps=steps, **LARGER)
     for i in range(kills):
         job = launcher.start(*argv)
         if i % 2:
@@ -33,8 +33,8 @@ def killed_again_and_again(launcher, folder, kills, seed=0, **more):
             time.sleep(rng.random() * 0.004)
         else:
             done = len(losses(folder / "run"))
-            steps = rng.randrange(0, 7)
-            until(lambda: len(losses(folder / "run")) >= done + steps, timeout=3)
+            ahead = rng.randrange(0, 7)
+            until(lambda: len(losses(folder / "run")) >= done + ahead, timeout=3)
             time.sleep(rng.random() * 0.05)
         assert job.kill() == -signal.SIGKILL, job.err
         halves += bool(list(parts.glob("*.part")))
@@ -43,27 +43,27 @@ def killed_again_and_again(launcher, folder, kills, seed=0, **more):
     return halves
 
 
-def survives(launcher, tmp_path, kills):
+def survives(launcher, tmp_path, kills, steps):
     whole, often = tmp_path / "whole", tmp_path / "often"
-    job = launcher.run(*command(whole, **LARGER))
+    job = launcher.run(*command(whole, steps=steps, **LARGER))
     assert job.rc == 0, job.err
-    halves = killed_again_and_again(launcher, often, kills)
+    halves = killed_again_and_again(launcher, often, kills, steps)
     assert halves >= kills // 4, "hardly any kill hit the writing"
     assert losses(often / "run") == losses(whole / "run")
     kept = last(often / "run")
-    assert kept.step == LARGER["steps"]
+    assert kept.step == steps
     assert same(kept.tensors, last(whole / "run").tensors)
     names = sorted(path.name for path in (often / "run" / "checkpoints").iterdir())
-    assert names == ["step-00000038.pt", "step-00000040.pt"]
+    assert names == [f"step-{step:08d}.pt" for step in (steps - 2, steps)]
 
 
 def test_killed_four_times(launcher, tmp_path):
-    survives(launcher, tmp_path, kills=4)
+    survives(launcher, tmp_path, kills=4, steps=40)
 
 
 @pytest.mark.slow
 def test_killed_twenty_times(launcher, tmp_path):
-    survives(launcher, tmp_path, kills=20)
+    survives(launcher, tmp_path, kills=20, steps=240)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
