@@ -219,6 +219,7 @@ def test_what_a_step_keeps(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_compiled(tmp_path):
     eager, compiled = trained(tmp_path / "a", steps=4), trained(tmp_path / "b", steps=4, compile=True)
     assert max(abs(a - b) for a, b in zip(eager[0], compiled[0], strict=True)) < 1e-4
