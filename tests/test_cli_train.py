@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 from training_support import command, losses
 
 from retrograde.cli.app import main
+from retrograde.models.language import Language
 
 
 def errors(capsys, *argv):
@@ -83,6 +85,23 @@ def test_a_run_is_not_written_over(tmp_path, capsys):
     assert losses(tmp_path / "run") == kept
     assert main(command(tmp_path, resume=True)) == 0
     assert losses(tmp_path / "run") == kept
+
+
+def test_lost_metrics_do_no_harm(tmp_path, capsys):
+    assert main(command(tmp_path)) == 0
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert main(command(tmp_path, resume=True)) == 0
+    assert "8 of 8 steps" in capsys.readouterr().out
+
+
+def test_out_of_memory_is_one_line(tmp_path, capsys, monkeypatch):
+    def greedy(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
+
+    monkeypatch.setattr(Language, "forward", greedy)
+    code, said = errors(capsys, *command(tmp_path))
+    assert code == 2
+    assert "CUDA out of memory. Tried to allocate 20 GiB. A smaller batch" in said.splitlines()[-1]
 
 
 def test_policies(tmp_path):

@@ -53,6 +53,7 @@ def test_batches_depend_on_seed_and_step_alone(folder):
     one = text.batch(seed=1, step=7, rows=4, context=16)
     assert one.shape == (4, 17)
     assert torch.equal(one, text.batch(1, 7, 4, 16))
+    assert torch.equal(one[2:3], text.batch(1, 7, 4, 16, mine=slice(2, 3)))
     assert not torch.equal(one, text.batch(1, 8, 4, 16))
     assert not torch.equal(one, text.batch(2, 7, 4, 16))
 

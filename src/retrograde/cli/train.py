@@ -140,12 +140,11 @@ def close(settings: Settings, outcome: Outcome, watch: Watch) -> None:
         (out / "sample.txt").write_bytes(outcome.sample)
         lines.append(f"sample       {out / 'sample.txt'}")
     looks = [record["held_out_bits"] for record in records if "held_out_bits" in record]
-    screen.print(
-        f"{outcome.step} of {settings.steps} steps in {outcome.seconds:.0f} s; held-out bits per byte {looks[0]:.2f} at the "
-        f"start, {looks[-1]:.2f} now; peak memory {size(records[-1].get('peak_bytes') or watch.peak)}",
-        soft_wrap=True,
-    )
-    if settings.windows == 0 and len(outcome.data.held_out) <= XZ_LIMIT:
+    peak = max((record.get("peak_bytes", 0) for record in records), default=0)
+    learnt = f"held-out bits per byte {looks[0]:.2f} at the start, {looks[-1]:.2f} now; " if looks else ""
+    took = f"{outcome.step} of {settings.steps} steps in {outcome.seconds:.0f} s"
+    screen.print(f"{took}; {learnt}peak memory {size(peak)}", soft_wrap=True)
+    if settings.windows == 0 and looks and len(outcome.data.held_out) <= XZ_LIMIT:
         text = outcome.data.held_out_bytes()
         packed = 8 * len(lzma.compress(text, preset=9)) / len(text)
         screen.print(

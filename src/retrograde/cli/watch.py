@@ -15,7 +15,7 @@ from .screen import console
 
 
 class Watch:
-    """Hears of every step; `peak` is the last peak of memory."""
+    """Hears of every step."""
 
     def __init__(self, settings: Settings):
         self.settings, self.peak, self.bits, self.first = settings, 0, math.nan, 1

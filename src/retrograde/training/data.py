@@ -56,11 +56,14 @@ class Text:
                 i += 1
         return torch.frombuffer(found, dtype=torch.uint8).long()
 
-    def batch(self, seed: int, step: int, rows: int, context: int) -> Tensor:
-        """Windows of context + 1 bytes that depend on seed and step alone: the place in the data is the number of the step."""
+    def batch(self, seed: int, step: int, rows: int, context: int, mine: slice = slice(None)) -> Tensor:
+        """Windows of context + 1 bytes that depend on seed and step alone: the place in the data is the number of the step.
+
+        Only the rows in `mine` are read.
+        """
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
         starts = torch.randint(len(self) - context, (rows,), generator=generator)
-        return torch.stack([self.window(start, context + 1) for start in starts.tolist()])
+        return torch.stack([self.window(start, context + 1) for start in starts[mine].tolist()])
 
     def spread(self, count: int, context: int) -> list[int]:
         """Starts of windows that do not overlap, spread evenly; all there are for 0."""

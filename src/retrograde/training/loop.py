@@ -19,7 +19,7 @@ from ..step_in_backward import step_in_backward
 from . import checkpoints
 from .checkpoints import Kept
 from .data import END, Data, open_data
-from .errors import TrainingError
+from .errors import TrainingError, reason
 from .folder import Folder
 from .memory import peak_bytes
 from .metrics import Metrics
@@ -50,6 +50,10 @@ def train(settings: Settings, hear: Hear = lambda what, record: None) -> Outcome
         try:
             with Folder(settings.out, settings.resume, parallel) as folder:
                 return Trainer(settings, parallel, folder, hear).run(asked)
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"{reason(error)} A smaller batch, or more pieces of it with accumulate, needs less; so does memory reverse"
+            ) from error
         except RuntimeError as error:
             if parallel.world > 1 and "Connection" in str(error):  # gloo's word for it
                 raise TrainingError("another process has stopped, and says why") from error
@@ -70,6 +74,8 @@ def build(settings: Settings) -> Language:
 
 
 class Trainer:
+    """One run in one process: everything is made or loaded here, before the first step."""
+
     def __init__(self, settings: Settings, parallel: Alone, folder: Folder, hear: Hear):
         self.settings, self.parallel, self.folder, self.hear = settings, parallel, folder, hear
         pieces = parallel.world * settings.accumulate
@@ -165,10 +171,9 @@ class Trainer:
 
     def batch(self, piece: int) -> Tensor:
         """This process's rows of a piece of the batch."""
-        s = self.settings
-        rows = self.data.train.batch(s.seed, self.step, s.batch, self.context)
-        mine = (piece * self.parallel.world + self.parallel.rank) * self.rows
-        return rows[mine : mine + self.rows].to(s.device)
+        s, first = self.settings, (piece * self.parallel.world + self.parallel.rank) * self.rows
+        mine = slice(first, first + self.rows)
+        return self.data.train.batch(s.seed, self.step, s.batch, self.context, mine).to(s.device)
 
     @torch.no_grad()
     def look(self) -> None:
