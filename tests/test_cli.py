@@ -14,22 +14,10 @@ from retrograde.cli import app
 from retrograde.cli.given import Refused, at_least, byte_size, called, load, told, writable
 
 
-def retrograde_command(*arguments, cwd=None, code=None, **env):
-    """The finished process of `retrograde …`; `code` runs first, in the same interpreter."""
-    entry = "import sys; from retrograde.cli.app import main; sys.exit(main())"
-    start = ["-m", "retrograde"] if code is None else ["-c", f"{code}\n{entry}"]
-    return subprocess.run(
-        [sys.executable, *start, *arguments], capture_output=True, text=True, cwd=cwd, env=environment() | env, timeout=120
-    )
-
-
-def refusal(done, message):
-    """One line on stderr, exit code 2, nothing on stdout."""
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("retrograde: ")
-    assert done.stderr.count("\n") == 1
-    assert message in done.stderr
+def retrograde_command(*arguments, cwd=None):
+    """The finished process of `retrograde …`."""
+    command = [sys.executable, "-m", "retrograde", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment(), timeout=120, check=False)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=str)
@@ -61,8 +49,31 @@ def test_every_command_has_help_without_colours(name):
         (["bench", "--fast"], "Unrecognized options: --fast (see retrograde bench --help)"),
     ],
 )
-def test_refusals(arguments, message):
-    refusal(retrograde_command(*arguments), message)
+def test_refusals(arguments, message, capsys):
+    assert app.main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"retrograde: {message}")
+    assert said.err.count("\n") == 1
+
+
+def test_refusals_of_the_parser_by_any_encoding():
+    """tyro draws another box where it cannot draw lines."""
+    command = [sys.executable, "-m", "retrograde", "bench", "--depth", "two"]
+    for encoding in ("ascii", "utf-8"):
+        env = environment() | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        said = (
+            "retrograde: Error parsing --depth: Could not find valid parse for arguments: ['two'] (see retrograde bench --help)\n"
+        )
+        assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_a_refusal_in_a_process():
+    done = retrograde_command("bench", "--variants", "reversed")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("retrograde: --variants: no variant is called 'reversed', there are: ordinary, ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.fixture
@@ -122,19 +133,22 @@ def test_options_and_exit_code(command, capsys):
 
 
 @pytest.mark.parametrize("package", ["tyro", "rich"])
-def test_missing_extra(package):
-    done = retrograde_command("bench", code=f"import sys; sys.modules[{package!r}] = None")
-    refusal(done, f"needs {package}")
-    assert "pip install 'retrograde[cli]'" in done.stderr
+def test_missing_extra(package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    for name in [name for name in sys.modules if name.startswith(("retrograde.cli.bench", "retrograde.cli.screen", "rich."))]:
+        monkeypatch.delitem(sys.modules, name)
+    assert app.main(["bench"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"retrograde: the command needs {package}")
+    assert said.endswith(": pip install 'retrograde[cli]'\n")
 
 
 def test_a_closed_pipe_is_no_fault():
     """As in `retrograde … | head`."""
+    env = environment() | {"PYTHONUNBUFFERED": ""}
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "retrograde"], stdout=write, stderr=subprocess.PIPE, env=environment(), check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "retrograde"], stdout=write, stderr=subprocess.PIPE, env=env, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
 

@@ -12,7 +12,15 @@ from PIL import Image
 from .report import Report, Row, beside, size
 
 COLORS = {"store": "#8a8f98", "checkpoint": "#d97706", "reverse": "#1d4ed8", "budget": "#0f766e"}
+FAMILIES = {"ordinary": COLORS["store"], "partition": "#7c3aed", "checkpoint": COLORS["checkpoint"], "reverse": COLORS["reverse"]}
+FAMILIES |= {"store-half": "#0891b2", "budget": COLORS["budget"]}
+FEW = 6  # lines that have room for large labels
 INK, FAINT = "#1f2328", "#6b7280"
+
+
+def color_of(policy: str) -> str:
+    """By name, or by what the name begins with."""
+    return COLORS.get(policy) or next((color for start, color in FAMILIES.items() if policy.startswith(start)), INK)
 
 
 def draw(report: Report, path: Path) -> None:
@@ -20,18 +28,21 @@ def draw(report: Report, path: Path) -> None:
     if not report.rows:
         raise ValueError("nothing to draw: the report has no rows")
     figure = Figure(figsize=(7, 4), dpi=200, facecolor="white")
-    axes = figure.add_axes((0.085, 0.215, 0.70, 0.65))
+    lines = _lines(report)
+    axes = figure.add_axes((0.085, 0.215, 0.70 if len(lines) <= FEW else 0.62, 0.65))
     peak = max(row.activation_bytes for row in report.rows)
     unit, name = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
-    lines = _lines(report)
     for policy, rows in lines.items():
         xs, ys = [row.depth for row in rows], [row.activation_bytes / unit for row in rows]
-        axes.plot(xs, ys, color=COLORS.get(policy, INK), linewidth=2.4, marker="o", markersize=5, clip_on=False, zorder=3)
+        style = "--" if policy.endswith(("-compiled", "-fullgraph")) else "-"
+        look = {"color": color_of(policy), "linewidth": 2.4 if len(lines) <= FEW else 1.4, "linestyle": style}
+        axes.plot(xs, ys, **look, marker="o", markersize=5, clip_on=False, zorder=3)
     _clean(axes, sorted({row.depth for row in report.rows}), peak / unit)
     _label(axes, {policy: rows[-1] for policy, rows in lines.items()}, unit)
     what = "activations" if report.setting["grads"] == "kept" else "activations and gradients"
     figure.text(0.02, 0.93, f"Peak memory of a training step: {what}, {name}", color=INK, fontsize=11.5, weight="bold")
-    axes.set_xlabel("depth, in blocks of attention and MLP", color=INK, fontsize=9.5)
+    of_what = report.setting.get("block") or "attention and MLP"
+    axes.set_xlabel(f"depth, in blocks of {of_what}", color=INK, fontsize=9.5)
     figure.text(0.02, 0.02, f"{report.what()}\n{report.where()}", color=FAINT, fontsize=7, linespacing=1.4)
     save_png(figure, path)
 
@@ -62,10 +73,11 @@ def _clean(axes: Axes, depths: list[int], top: float) -> None:
 
 def _label(axes: Axes, ends: dict[str, Row], unit: int) -> None:
     """The policy and its last figure at the end of each line, moved up where two would touch."""
-    lowest, gap = 0.0, axes.get_ylim()[1] * 0.135
+    many = len(ends) > FEW
+    lowest, gap = 0.0, axes.get_ylim()[1] * (0.047 if many else 0.135)
     for policy, row in sorted(ends.items(), key=lambda end: end[1].activation_bytes):
         y = max(row.activation_bytes / unit, lowest)
         lowest = y + gap
-        text = f"{policy}\n{size(row.activation_bytes)}"
-        look = {"color": COLORS.get(policy, INK), "fontsize": 10, "weight": "bold", "va": "center"}
-        axes.annotate(text, (row.depth, y), xytext=(9, 0), textcoords="offset points", **look)
+        text = f"{policy}{' ' if many else chr(10)}{size(row.activation_bytes)}"
+        look = {"color": color_of(policy), "fontsize": 6.5 if many else 10, "weight": "bold", "va": "center"}
+        axes.annotate(text, (row.depth, y), xytext=(9, 0), textcoords="offset points", annotation_clip=False, **look)

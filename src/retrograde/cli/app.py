@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,6 +29,9 @@ MISUSED, INTERRUPTED = 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no × sees a question mark
     try:
         code = _dispatch(argv)
         sys.stdout.flush()
@@ -89,10 +93,10 @@ def _parsed(options: type, argv: Sequence[str], prog: str) -> Any:
 
 
 def _first_part(box: str) -> str:
-    """The text in a box up to its first rule, as one line."""
-    rows = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")] or [box.strip()]
-    end = next((i for i, row in enumerate(rows) if row.startswith("──")), len(rows))
-    return " ".join(rows[:end]).rstrip(".")
+    """The text of tyro's box, as one line: up to the first rule, or between the first two where the title is a row."""
+    rows = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    parts = [" ".join(part.split()) for part in re.split(r"[─-]{9,}", " ".join(rows))]
+    return parts[0 if "╭" in box else min(1, len(parts) - 1)].rstrip(".")
 
 
 def _say(message: str, code: int) -> int:

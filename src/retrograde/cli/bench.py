@@ -1,17 +1,181 @@
-"""`retrograde bench`."""
+"""`retrograde bench`: your block under every way to train it."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from .screen import console
+import torch
+import tyro
+
+from ..bench.compare import Comparison, Measured, compare_gradients, measure_all, versions
+from ..bench.report import origin, save
+from ..bench.subject import net_of
+from ..bench.variants import Variant, chosen, variants
+from .bench_table import notes, table
+from .given import Refused, at_least, byte_size, writable
+from .screen import console, progress
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"dim": 64, "heads": 4, "seq": 128, "batch": 4, "depth": (12,), "rounds": 5},
+    "cuda": {"dim": 1024, "heads": 16, "seq": 4096, "batch": 4, "depth": (24,), "rounds": 10},
+}
+Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+Numbers = Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT ...", help_behavior_hint="")]
+Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
+Sizes = Annotated[tuple[str, ...], tyro.conf.arg(metavar="SIZE ...", help_behavior_hint="")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+Factory = Annotated[str | None, tyro.conf.arg(metavar="MODULE:FACTORY", help_behavior_hint="")]
 
 
 @dataclass
 class Options:
-    """Compare time, memory and gradients of your block under every way to train it."""
+    """Compare time, memory and gradients of your block under every way to train it.
+
+    Each variant runs in a process of its own, so one that runs out of memory leaves the others alone. Sizes that are not given
+    are small on a CPU and large on a GPU.
+    """
+
+    block: Factory = None
+    """Your block: a function that takes nothing, or the width, and returns (f, g) or a module with f and g. If not
+    given: attention and an MLP."""
+    dim: Number = None
+    """Width of a stream."""
+    heads: Number = None
+    """Attention heads, of our block."""
+    seq: Number = None
+    """Tokens in a sequence."""
+    batch: Number = None
+    """Sequences in a step."""
+    shape: Numbers = ()
+    """Shape of the input, if it is not (batch, seq, dim)."""
+    depth: Numbers = ()
+    """Numbers of blocks, one or several."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Of parameters and input."""
+    autocast: Literal["auto", "none", "bfloat16", "float16"] = "auto"
+    """auto is bfloat16 for float32 on a GPU, none elsewhere."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU where there is one."""
+    variants: Names = ()
+    """Names or patterns as 'reverse*'; all if not given. `ordinary` is always there, as the others are compared with it."""
+    budget: Sizes = ()
+    """Measure rg.Budget of this size too, as 3GiB; one or several."""
+    rounds: Number = None
+    """Timed steps."""
+    timeout: float = 900
+    """Seconds that one variant may take, compiling included."""
+    seed: int = 0
+    """Of parameters and input."""
+    json: File = None
+    """Write the report here."""
+    plot: File = None
+    """Draw time against memory at the largest depth, as a PNG."""
+    plot_depth: File = None
+    """Draw memory against depth, as a PNG."""
 
 
 def run(options: Options) -> int:
-    console().print("not there yet")
-    return 0
+    setting, asked = setting_of(options), variants_of(options)
+    draw = drawing(options)
+    net_of({**setting, "device": "cpu"}, 1)  # a block that cannot be made is told before anything starts
+    found: list[Measured] = []
+    interrupted = False
+    with progress() as bar:
+        task = bar.add_task("", total=len(asked) * len(setting["depth"]))
+
+        def starts(depth: int, variant: Variant) -> None:
+            bar.update(task, description=f"{variant.name}, depth {depth}")
+
+        def ends(one: Measured) -> None:
+            found.append(one)
+            bar.advance(task)
+
+        try:
+            measure_all(setting, asked, starts, ends)
+        except KeyboardInterrupt:
+            interrupted = True
+    report = Comparison(
+        **origin(setting["device"], "retrograde bench", sys.argv[2:]),
+        setting={**setting, "variants": [variant.told() for variant in asked]},
+        rows=compare_gradients(found),
+        versions=versions(),
+    )
+    if options.json:
+        save(options.json, report)
+    show(report)
+    measured = any(row.failed is None for row in report.rows)
+    if measured:
+        draw(report)
+    if interrupted:
+        raise KeyboardInterrupt
+    return 0 if measured else 1
+
+
+def setting_of(options: Options) -> dict[str, Any]:
+    """What to measure, checked; the device's defaults for what was not given."""
+    there = torch.cuda.is_available()
+    if options.device == "cuda" and not there:
+        raise Refused("--device cuda: torch finds no CUDA device here, use --device cpu")
+    device = options.device if options.device != "auto" else "cuda" if there else "cpu"
+    s: dict[str, Any] = {name: getattr(options, name) or default for name, default in DEFAULTS[device].items()}
+    for name in s:
+        for value in getattr(options, name) if name == "depth" else [getattr(options, name)]:
+            at_least(2 if name == "rounds" else 1, **{name: s[name] if value is None else value})
+    for size in options.shape:
+        at_least(1, shape=size)
+    if options.timeout <= 0:
+        raise Refused(f"--timeout must be more than 0 seconds, got {options.timeout:g}")
+    if options.block is None and s["dim"] % s["heads"]:
+        raise Refused(f"--dim {s['dim']} is not a multiple of --heads {s['heads']}")
+    if options.block is None and options.shape and (len(options.shape) != 3 or options.shape[-1] != s["dim"]):
+        raise Refused(f"--shape {' '.join(map(str, options.shape))}: our block takes (batch, seq, dim), give a --block of yours")
+    auto = "bfloat16" if device == "cuda" and options.dtype == "float32" else "none"
+    return {
+        "device": device,
+        **s,
+        "depth": sorted(set(s["depth"])),
+        "shape": list(options.shape) or [s["batch"], s["seq"], s["dim"]],
+        "dtype": options.dtype,
+        "autocast": auto if options.autocast == "auto" else options.autocast,
+        "block": options.block,
+        "seed": options.seed,
+        "timeout": options.timeout,
+    }
+
+
+def variants_of(options: Options) -> list[Variant]:
+    budgets = {text.replace(" ", ""): byte_size(text, "--budget") for text in options.budget}
+    try:
+        return chosen(variants(budgets), options.variants)
+    except ValueError as error:
+        raise Refused(f"--variants: {error}") from error
+
+
+def drawing(options: Options) -> Callable[[Comparison], None]:
+    """Draws what is asked for; what would stand in the way is told at once."""
+    for name in ("json", "plot", "plot_depth"):
+        writable(getattr(options, name), f"--{name.replace('_', '-')}")
+    if not (options.plot or options.plot_depth):
+        return lambda report: None
+    from ..bench.frontier import draw_depth, draw_frontier
+
+    def draw(report: Comparison) -> None:
+        if options.plot:
+            draw_frontier(report, options.plot)
+        if options.plot_depth:
+            draw_depth(report, options.plot_depth)
+
+    return draw
+
+
+def show(report: Comparison) -> None:
+    out = console()
+    out.print(report.where(), report.what(), sep="\n", soft_wrap=True)
+    if report.rows:
+        out.print(table(report.rows))
+    for line in notes(report.rows):
+        out.print(line, soft_wrap=True, markup=False)

@@ -1,0 +1,103 @@
+"""What is measured: pair blocks of the user's own or ours, their input, and the forward pass of a variant."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import retrograde as rg
+
+from ..cli.given import Refused, called, load
+from .model import Attention, mlp
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+Forward = Callable[[Tensor], Tensor]
+
+
+def factory_of(setting: dict[str, Any]) -> Callable[[], Any]:
+    """Makes one block (f, g) per call: attention and an MLP, or what the user's factory returns."""
+    spec, dim = setting["block"], setting["dim"]
+    if spec is None:
+        return lambda: (Attention(dim, setting["heads"]), mlp(dim))
+    factory = load(spec, "--block")
+    args = (dim,) if _takes_dim(factory) else ()
+    return lambda: called(spec, "--block", factory, *args)
+
+
+def _takes_dim(factory: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # built in: its parameters are not known
+        return False
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return bool(required) or any(p.name == "dim" for p in parameters)
+
+
+def net_of(setting: dict[str, Any], depth: int) -> rg.ReversibleSequence:
+    make = factory_of(setting)
+    try:
+        net = rg.ReversibleSequence([make() for _ in range(depth)])
+    except rg.ProgramError as error:
+        raise Refused(f"--block {setting['block']} must return (f, g), or a module with f and g: {error}") from error
+    return net.to(setting["device"], DTYPES[setting["dtype"]])
+
+
+def input_of(setting: dict[str, Any]) -> Tensor:
+    """Requires a gradient, as what an embedding returns does."""
+    generator = torch.Generator().manual_seed(setting["seed"])
+    x = torch.randn(setting["shape"], generator=generator).to(setting["device"], DTYPES[setting["dtype"]])
+    return x.requires_grad_()
+
+
+def forward_of(variant: dict[str, Any], net: rg.ReversibleSequence) -> Forward:
+    """The forward pass of this variant; the parameters are those of the net."""
+    if variant["partition"] is not None:
+        import torch._functorch.config as config
+
+        config.activation_memory_budget = variant["partition"]
+    if variant["compiled"] == "functions":
+        blocks: Any = net.blocks
+        for block in blocks:
+            block.f, block.g = torch.compile(block.f), torch.compile(block.g)
+    forward = _uncompiled(variant, net)
+    return torch.compile(forward, fullgraph=True) if variant["compiled"] == "whole" else forward
+
+
+def _uncompiled(variant: dict[str, Any], net: rg.ReversibleSequence) -> Forward:
+    pairs = [(block.f, block.g) for block in net.blocks]
+    if variant["way"] == "ordinary":
+        return lambda x: _loop(pairs, x, lambda fn, x: fn(x))
+    if variant["way"] == "checkpoint":
+        return lambda x: _loop(pairs, x, lambda fn, x: checkpoint(fn, x, use_reentrant=False))
+    if variant["way"] == "retrograde":
+        net.memory = _policy(variant["memory"], 2 * len(pairs))
+        return net
+    from .peers import forward_of as forward_of_peer
+
+    return forward_of_peer(variant["way"], pairs)
+
+
+def _loop(pairs: list[tuple[Any, Any]], x: Tensor, call: Callable[[Any, Tensor], Tensor]) -> Tensor:
+    x1 = x2 = x
+    for f, g in pairs:
+        x1 = x1 + call(f, x2)
+        x2 = x2 + call(g, x1)
+    return (x1 + x2) / 2
+
+
+def _policy(memory: Any, updates: int) -> Any:
+    if isinstance(memory, str):
+        return memory
+    return rg.Budget(memory["budget"]) if "budget" in memory else rg.StoreLast(max(1, round(memory["store_share"] * updates)))
+
+
+def preallocate(net: nn.Module, x: Tensor) -> None:
+    """Gradient buffers that stay, so that they do not count as activations."""
+    for t in (x, *net.parameters()):
+        if t.requires_grad:
+            t.grad = torch.zeros_like(t)

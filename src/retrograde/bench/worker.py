@@ -1,0 +1,123 @@
+"""One variant at one depth, in a process of its own: JSON on stdin says what, JSON on stdout what was found. Needs torch alone.
+
+echo '{"setting": {…}, "variant": {…}, "depth": 12}' | python -m retrograde.bench.worker
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import random
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..cli.given import Refused, told
+from .measure import in_turns
+from .meter import peak_on_cpu
+from .sketch import sketch
+from .subject import DTYPES, forward_of, input_of, net_of, preallocate
+
+BURN_IN = 2
+
+
+def measure(setting: dict[str, Any], variant: dict[str, Any], depth: int) -> dict[str, Any]:
+    """A first step, which compiles and whose gradients are sketched; a step whose memory is measured; steps that are timed."""
+    device = setting["device"]
+    seed(setting["seed"])
+    with torch.device(device):
+        net = net_of(setting, depth)
+    x = input_of(setting)
+    preallocate(net, x)
+    named = [*net.named_parameters(), ("the input", x)]
+    same = hashlib.sha256(repr(sketch(named)).encode()).hexdigest()  # all variants must have the same
+    forward = forward_of(variant, net)
+    precision = None if setting["autocast"] == "none" else DTYPES[setting["autocast"]]
+
+    def step() -> None:
+        # each weight is used once, so a cache of casts would only hold memory
+        with torch.autocast(device, precision, enabled=precision is not None, cache_enabled=False):
+            y = forward(x)
+        y = y if y.dtype in (torch.float32, torch.float64) else y.float()
+        (y.square().sum() / y.numel() ** 0.5).backward()  # gradients that neither vanish nor overflow in 16 bits
+
+    seed(setting["seed"])
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    found: dict[str, Any] = {"first_seconds": time.perf_counter() - start, "same": same}
+    found["gradients"] = sketch((name, t.grad) for name, t in named)
+    step()
+    kept = sum(t.nbytes + (0 if t.grad is None else t.grad.nbytes) for _, t in named) + sum(b.nbytes for b in net.buffers())
+    found["activation_bytes"], found["peak_bytes"] = peak(step, device, kept)
+    found["seconds"] = vars(in_turns({"step": step}, setting["rounds"], BURN_IN)["step"])
+    return found
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+    torch.manual_seed(number)
+
+
+def peak(step: Callable[[], object], device: str, kept: int) -> tuple[int, int]:
+    """Peak bytes over what is there before the step, and the peak of everything."""
+    gc.collect()
+    if device != "cuda":
+        activations = peak_on_cpu(step)
+        return activations, kept + activations
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_allocated()
+
+
+def outcome(asked: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, or {"failed": in a word or two, "detail": in a line}."""
+    try:
+        return measure(asked["setting"], asked["variant"], asked["depth"])
+    except Refused as refusal:
+        return {"failed": "refused", "detail": str(refusal)}
+    except Exception as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+            return {"failed": "out of memory", "detail": told(error)}
+        return {"failed": type(error).__name__, "detail": told(error)}
+
+
+def leave_with_parent() -> None:
+    """So that no worker goes on measuring for nobody."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    leave_with_parent()
+    asked = json.load(sys.stdin)
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what the user's code prints is no answer
+    warnings.simplefilter("ignore")
+    found = outcome(asked)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(answer, "w") as out:
+        json.dump(found, out)
+
+
+if __name__ == "__main__":
+    main()
