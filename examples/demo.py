@@ -28,11 +28,12 @@ def kept(console: Console, options: list[str]) -> None:
     depth, width = (int(options[options.index(name) + 1]) if name in options else None for name in ("--depth", "--width"))
     settings = settle(device="cpu", depth=depth, width=width)
     policies = ("store", "checkpoint", "reverse")
-    table = Table("depth", *policies, title="what backward finds of a step of the same model, at the peak", title_justify="left")
+    table = Table("depth", *policies)
     for blocks in (settings.depth // 2 or 1, settings.depth, 2 * settings.depth):
         model = build(settle(device="cpu", depth=blocks, width=width))
         found = kept_by(model, policies, settings.batch)
         table.add_row(f"{blocks} blocks", *(size(found[policy]) for policy in policies))
+    console.print("activations of a step of the same model at the peak, measured under each policy:")
     console.print(table)
 
 
