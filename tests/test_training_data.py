@@ -150,3 +150,17 @@ def test_unreadable(tmp_path, monkeypatch):
         open_data([path], 16)
     with pytest.raises(TrainingError, match="Permission denied"):
         open_data([tmp_path], 16)
+
+
+def test_a_folder_inside_that_cannot_be_read(folder, monkeypatch):
+    (folder / "inner").mkdir()
+    original = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("inner"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(TrainingError, match=r"cannot read .*inner: Permission denied"):
+        open_data([folder], 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from typing import Any
@@ -23,7 +24,7 @@ class Watch:
         self.screen = console(stderr=True)
         self.rates: deque[float] = deque(maxlen=20)
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}")
-        live = self.screen.is_terminal
+        live = self.screen.is_terminal and not int(os.environ.get("RANK", 0))  # one bar for all processes
         self.progress = Progress(*columns, console=self.screen, transient=True, disable=not live, expand=True)
 
     def __enter__(self) -> Watch:

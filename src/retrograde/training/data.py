@@ -138,20 +138,25 @@ def _given(paths: Sequence[Path]) -> tuple[list[tuple[Path, int]], int]:
     for path in paths:
         if not path.exists():
             raise TrainingError(f"data: there is no file or folder {path}")
-        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
-            raise TrainingError(f"data: cannot read {path}: Permission denied")
-        inside = [path]
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
-        texts, left = _texts(inside, folder=path.is_dir())
+        texts, left = _texts(_inside(path) if path.is_dir() else [path], folder=path.is_dir())
         skipped += left
         for file, size in texts:
             found.setdefault(file.resolve(), (file, size))
     return list(found.values()), skipped
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _inside(folder: Path) -> list[Path]:
+    """All files below, without hidden ones."""
+
+    def refuse(error: OSError) -> None:
+        raise TrainingError(f"data: cannot read {error.filename}: {reason(error)}") from error
+
+    found: list[Path] = []
+    for root, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = (Path(root, name) for name in files if not name.startswith("."))
+        found += [path for path in paths if path.is_file()]
+    return sorted(found)
 
 
 def _texts(files: Iterable[Path], folder: bool) -> tuple[list[tuple[Path, int]], int]:
