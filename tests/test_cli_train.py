@@ -1,6 +1,8 @@
 """`retrograde train` and `retrograde sample` as commands: what they print, and one line for every wrong input."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +113,20 @@ def test_policies(tmp_path):
         found.append(losses(tmp_path / memory / "run"))
     for run in found:
         assert run == pytest.approx(found[0], abs=1e-5)
+
+
+def test_the_demo(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = "--steps 2 --depth 4 --width 16 --batch 2 --sample 5 --windows 2"
+    monkeypatch.setattr("sys.argv", ["demo.py", *sizes.split()])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(Path(__file__).parent.parent / "examples" / "demo.py"), run_name="__main__")
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert "2 of 2 steps" in said
+    for depth in (2, 4, 8):
+        assert f"{depth} blocks" in said
+    assert "checkpoint   demo-output" in said
 
 
 @pytest.mark.parametrize(
