@@ -195,15 +195,15 @@ def test_training_is_compared_and_drawn(tmp_path, monkeypatch, capsys):
 def test_a_whole_step_of_the_language_model(tmp_path, capsys, monkeypatch):
     path = tmp_path / "language.json"
     sizes = ["--device", "cpu", "--width", "32", "--heads", "2", "--context", "32", "--batch", "1", "--rounds", "2"]
-    language.main([*sizes, "--depths", "3,9", "--json", str(path)])
+    language.main([*sizes, "--depths", "3,9", "--policies", "checkpoint,reverse", "--json", str(path)])
     rows = {(r["depth"], r["policy"], r["step_in_backward"]): r for r in json.loads(path.read_text())["rows"]}
-    assert len(rows) == 12
-    assert capsys.readouterr().out.count("tokens/s") == 12
+    assert len(rows) == 8
+    assert capsys.readouterr().out.count("tokens/s") == 8
     flat = [rows[depth, "reverse", False]["activation_bytes"] for depth in (3, 9)]
     assert flat[1] == pytest.approx(flat[0], rel=0.02)
     over = {key: row["peak_bytes"] - row["resting_bytes"] for key, row in rows.items()}
     assert over[9, "reverse", True] < 0.5 * over[9, "reverse", False]  # no gradients but those of one function
-    assert over[9, "reverse", True] < over[9, "checkpoint", True] < over[9, "store", True]
+    assert over[9, "reverse", True] < over[9, "checkpoint", True]
 
     def greedy(*_):
         raise torch.OutOfMemoryError("not on this machine")
