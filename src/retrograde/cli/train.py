@@ -52,7 +52,7 @@ class Options:
     accumulate: int = 1
     """Work on the batch in so many pieces."""
     steps: int | None = None
-    """Steps of the optimizer (600, 1500)."""
+    """Steps of the optimizer (400, 1500)."""
     lr: float | None = None
     """Learning rate of AdamW, after warm-up (2e-3, 1e-3); falls along a cosine to a tenth."""
     warmup: int | None = None

@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "resume": False,
 }
 DEVICE: dict[str, dict[str, Any]] = {
-    "cpu": {"depth": 12, "width": 96, "heads": 4, "context": 128, "batch": 8, "steps": 600, "lr": 2e-3, "windows": 32},
+    "cpu": {"depth": 12, "width": 96, "heads": 4, "context": 128, "batch": 8, "steps": 400, "lr": 2e-3, "windows": 32},
     "cuda": {"depth": 24, "width": 512, "heads": 8, "context": 1024, "batch": 32, "steps": 1500, "lr": 1e-3, "windows": 256},
 }
 DEVICE["cpu"]["precision"], DEVICE["cuda"]["precision"] = "float32", "bf16"
