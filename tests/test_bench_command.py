@@ -171,6 +171,7 @@ def test_compiled_ways_have_them_too(name, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_way_as_it_is():
     """The whole list, compiled by inductor, in processes."""
     found = [compare.measured(SETTING, variant, 2) for variant in ALL.values() if installed(variant)]
