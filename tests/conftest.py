@@ -14,3 +14,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def launcher():
+    """Starts `retrograde` commands as processes of their own."""
+    from training_support import Launcher
+
+    with Launcher() as found:
+        yield found

@@ -10,7 +10,7 @@ import torch
 from test_imports import loaded_by
 
 from retrograde.bench import depth as bench
-from retrograde.bench import exact, training
+from retrograde.bench import exact, language, training
 from retrograde.bench.overhead import overhead
 from retrograde.bench.report import Report, save
 
@@ -190,3 +190,34 @@ def test_training_is_compared_and_drawn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["training", "--from", str(path), "--plot", str(picture)])
     training.main()
     assert picture.stat().st_size > 1000
+
+
+def test_a_whole_step_of_the_language_model(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "language.json"
+    sizes = ["--device", "cpu", "--width", "32", "--heads", "2", "--context", "32", "--batch", "1", "--rounds", "2"]
+    language.main([*sizes, "--depths", "3,9", "--policies", "checkpoint,reverse", "--json", str(path)])
+    rows = {(r["depth"], r["policy"], r["step_in_backward"]): r for r in json.loads(path.read_text())["rows"]}
+    assert len(rows) == 8
+    assert capsys.readouterr().out.count("tokens/s") == 8
+    flat = [rows[depth, "reverse", False]["activation_bytes"] for depth in (3, 9)]
+    assert flat[1] == pytest.approx(flat[0], rel=0.02)
+    over = {key: row["peak_bytes"] - row["resting_bytes"] for key, row in rows.items()}
+    assert over[9, "reverse", True] < 0.5 * over[9, "reverse", False]  # no gradients but those of one function
+    assert over[9, "reverse", True] < over[9, "checkpoint", True]
+
+    def greedy(*_):
+        raise torch.OutOfMemoryError("not on this machine")
+
+    monkeypatch.setattr(language, "kept_by", greedy)
+    language.main([*sizes, "--depths", "1", "--policies", "store"])
+    assert "out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--depths 0", "--policies all", "--rounds 1", "--width 10 --heads 4", "--json no/such/file"]
+)
+def test_bad_sizes_of_the_language_model(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        language.main(arguments.split())
+    assert left.value.code == 2
+    assert capsys.readouterr().err

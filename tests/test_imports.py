@@ -47,7 +47,11 @@ def test_loads_torch_and_the_standard_library_alone(statements):
     assert extra == set()
     assert "retrograde.engine" in loaded
     assert not {
-        name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor", "retrograde.bench", "retrograde.cli"))
+        name
+        for name in loaded
+        if name.startswith(
+            ("torch._dynamo", "torch._inductor", "retrograde.bench", "retrograde.cli", "retrograde.models", "retrograde.training")
+        )
     }
     assert ("retrograde.compat" in loaded) == (statements is DROP_INS)
 

@@ -7,6 +7,7 @@ from .forms import compile_fns
 from .memory import Anchor, Budget, ReverseAbove, StoreLast
 from .modules import Reversible, ReversibleSequence
 from .replay import replaying
+from .step_in_backward import step_in_backward
 from .update import ALL, Add, Affine, Rule, Update
 
 __version__ = "0.1.0"
@@ -32,5 +33,6 @@ __all__ = [
     "invert",
     "replaying",
     "run",
+    "step_in_backward",
     "wirings",
 ]

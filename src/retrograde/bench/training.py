@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .language import Bytes, batch, standard_library, train
+from ..models.language import Language
+from ..training.data import Text, open_data
 from .report import origin, save
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LR, ROWS = 2e-3, 8
 VARIANTS = {"store": ("store", "float"), "exact": ("reverse", "exact"), "float": ("reverse", "float")}
 LOOKS: dict[str, dict[str, Any]] = {  # they lie on top of each other
     "store": {"color": "#c4c8ce", "linewidth": 5},
@@ -27,31 +30,38 @@ LOOKS: dict[str, dict[str, Any]] = {  # they lie on top of each other
 }
 
 
-def curve(dtype: str, variant: str, seed: int, sizes: dict[str, int], text: Tensor, probe: Tensor) -> list[tuple[int, float]]:
-    """(step, held-out bits per byte) along one run."""
+def curve(dtype: str, variant: str, seed: int, sizes: dict[str, int], text: Text, probe: Tensor) -> list[tuple[int, float]]:
+    """(step, held-out bits per byte) along one run: AdamW with warm-up and linear decay, in the model's own dtype."""
     torch.manual_seed(seed)
-    model = Bytes(sizes["depth"], sizes["width"], sizes["length"]).to(DTYPES[dtype])
-    model.net.memory, model.net.arithmetic = VARIANTS[variant]
+    memory, arithmetic = VARIANTS[variant]
+    model = Language(sizes["depth"], sizes["width"], 4, sizes["length"], memory=memory, arithmetic=arithmetic).to(DTYPES[dtype])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     found: list[tuple[int, float]] = []
-
-    def look(step: int) -> None:
+    for step in range(sizes["steps"]):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1, (step + 1) / 20) * (1 - step / sizes["steps"])
+        optimizer.zero_grad()
+        bits(model, text.batch(seed, step, ROWS, sizes["length"])).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
         if (step + 1) % sizes["every"] == 0 or step == 0:
             with torch.no_grad():
-                found.append((step + 1, model(probe).item()))
-
-    train(model, text, range(sizes["steps"]), sizes["steps"], look)
+                found.append((step + 1, bits(model, probe).item()))
     return found
 
 
+def bits(model: Language, tokens_BL: Tensor) -> Tensor:
+    return model(tokens_BL[:, :-1], tokens_BL[:, 1:]) / math.log(2)
+
+
 def measure(sizes: dict[str, int]) -> list[dict[str, Any]]:
-    text, held_out = standard_library()
-    torch.manual_seed(0)
-    probe = batch(held_out, 64, sizes["length"])
+    data = open_data((), sizes["length"])
+    probe = data.held_out.batch(0, 0, 64, sizes["length"])
     rows = []
     for dtype in DTYPES:
         for seed in range(sizes["seeds"]):
             for variant in VARIANTS:
-                points = curve(dtype, variant, seed, sizes, text, probe)
+                points = curve(dtype, variant, seed, sizes, data.train, probe)
                 rows.append({"dtype": dtype, "variant": variant, "seed": seed, "curve": points})
                 print(f"{dtype:<9} {variant:<6} seed {seed}: {points[-1][1]:.4f} bits per byte")
     return rows

@@ -1,0 +1,156 @@
+"""`retrograde train`."""
+
+from __future__ import annotations
+
+import lzma
+import os
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from ..bench.report import machine, size
+from ..errors import RetrogradeError
+from ..memory import KINDS, Anchor, Budget, StoreLast
+from ..training.errors import reason
+from ..training.loop import Outcome, train
+from ..training.metrics import read
+from ..training.settings import Settings, settle
+from .given import Refused, at_least, byte_size
+from .screen import console
+from .watch import Watch
+
+XZ_LIMIT = 1 << 26  # bytes; a compressor takes a second for each megabyte or two
+
+
+@dataclass
+class Options:
+    """Train a deep reversible language model over bytes, end to end: data, checkpoints, curves and a sample.
+
+    Runs as it is on two CPU cores, in about two minutes, and on a GPU with a larger model. Under torchrun the same command trains
+    on several processes: torchrun --nproc-per-node 8 -m retrograde train --parallel fsdp
+    """
+
+    out: Path = Path("runs/language")
+    """Folder for checkpoints, metrics.jsonl, curves.png and sample.txt."""
+    resume: bool = False
+    """Go on from the last checkpoint in --out; from the start where there is none."""
+    data: tuple[Path, ...] = ()
+    """Text files or folders. Without: the sources of Python's standard library."""
+    depth: int | None = None
+    """Blocks of attention and MLP (12 on a CPU, 24 on a GPU)."""
+    width: int | None = None
+    """Channels (96, 512)."""
+    heads: int | None = None
+    """Heads of attention (4, 8)."""
+    context: int | None = None
+    """Bytes that a prediction can look back on (128, 1024)."""
+    one_stream: bool = False
+    """An ordinary residual net of the same size, for comparison."""
+    batch: int | None = None
+    """Sequences of a step, over all processes (8, 32)."""
+    accumulate: int = 1
+    """Work on the batch in so many pieces."""
+    steps: int | None = None
+    """Steps of the optimizer (400, 1500)."""
+    lr: float | None = None
+    """Learning rate of AdamW, after warm-up (2e-3, 1e-3); falls along a cosine to a tenth."""
+    warmup: int | None = None
+    """Steps of warm-up (a twentieth of all)."""
+    clip: float | None = None
+    """Largest norm of all gradients, 0 for no clipping (1.0; 0 with --step-in-backward)."""
+    weight_decay: float = 0.1
+    """Of matrices."""
+    step_in_backward: bool = False
+    """Let parameters step inside backward, so that gradients never pile up."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """bf16 is autocast over float32 parameters (float32 on a CPU, bf16 on a GPU)."""
+    memory: str | None = None
+    """What backward finds: reverse, checkpoint, store, last:K, anchor:N or budget:3GiB (reverse)."""
+    arithmetic: Literal["auto", "float", "exact"] = "auto"
+    """Exact arithmetic gives the gradients of store to the bit."""
+    compile: bool = False
+    """torch.compile each function."""
+    parallel: Literal["none", "ddp", "fsdp"] = "none"
+    """How the processes of torchrun share the work."""
+    seed: int = 0
+    """Of weights, batches and the sample."""
+    windows: int | None = None
+    """Windows of held-out text to look at, 0 for all of it (32, 256)."""
+    look_every: int | None = None
+    """Steps between two looks at held-out text (a tenth of all)."""
+    save_every: int | None = None
+    """Steps between two checkpoints, 0 for one at the end (a quarter of all)."""
+    sample: int = 300
+    """Bytes to write at the end."""
+
+
+def run(options: Options) -> int:
+    at_least(0, sample=options.sample, seed=options.seed)
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    if options.memory is not None:
+        given["memory"] = policy(options.memory)
+    try:
+        settings = settle(given)
+        with Watch(settings) as watch:
+            outcome = train(settings, watch.hear)
+    except RetrogradeError as error:
+        raise Refused(str(error)) from error
+    if not int(os.environ.get("RANK", 0)):
+        try:
+            close(settings, outcome, watch)
+        except OSError as error:
+            raise Refused(f"cannot write to {settings.out}: {reason(error)}; trained to {outcome.checkpoint}") from error
+    return 128 + outcome.signal if outcome.signal else 0
+
+
+def policy(text: str, option: str = "--memory") -> object:
+    """The policy of retrograde that a word names.
+
+    >>> policy("last:8"), policy("budget:1KiB"), policy("reverse")
+    (StoreLast(k=8), Budget(bytes=1024), 'reverse')
+    """
+    kind, _, number = text.partition(":")
+    if kind == "budget" and number:
+        return Budget(byte_size(number, option))
+    if kind in ("last", "anchor") and number.isdecimal() and int(number):
+        return StoreLast(int(number)) if kind == "last" else Anchor(int(number))
+    if text not in KINDS:
+        raise Refused(f"{option} {text!r} is not one of: {', '.join(KINDS)}, last:K, anchor:N, budget:3GiB")
+    return text
+
+
+def close(settings: Settings, outcome: Outcome, watch: Watch) -> None:
+    """What there is at the end: where it stands, the files, a sample."""
+    screen, out = console(), settings.out
+    records = read(out / "metrics.jsonl")
+    lines = [f"checkpoint   {outcome.checkpoint}", f"metrics      {out / 'metrics.jsonl'}"]
+    if find_spec("matplotlib"):
+        from ..training.picture import draw
+
+        where = machine(settings.device)
+        what = f"{watch.title()} · {where['device']}, torch {where['torch']}"
+        draw(records, out / "curves.png", what)
+        lines.append(f"curves       {out / 'curves.png'}")
+    if outcome.signal:
+        lines.append(f"stopped by signal {outcome.signal} after step {outcome.step}; go on with --resume")
+    elif outcome.sample:
+        (out / "sample.txt").write_bytes(outcome.sample)
+        lines.append(f"sample       {out / 'sample.txt'}")
+    looks = [record["held_out_bits"] for record in records if "held_out_bits" in record]
+    peak = max((record.get("peak_bytes", 0) for record in records), default=0)
+    learnt = f"held-out bits per byte {looks[0]:.2f} at the start, {looks[-1]:.2f} now; " if looks else ""
+    took = f"{outcome.step} of {settings.steps} steps in {outcome.seconds:.0f} s"
+    screen.print(f"{took}; {learnt}peak memory {size(peak)}", soft_wrap=True)
+    if settings.windows == 0 and looks and len(outcome.data.held_out) <= XZ_LIMIT:
+        text = outcome.data.held_out_bytes()
+        packed = 8 * len(lzma.compress(text, preset=9)) / len(text)
+        screen.print(
+            f"xz -9 needs {packed:.3f} bits per byte for the same held-out text, the model {looks[-1]:.3f}", soft_wrap=True
+        )
+    for line in lines:
+        screen.print(line, soft_wrap=True)
+    if outcome.sample:
+        screen.print(outcome.sample.decode("utf-8", errors="replace"), markup=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Small real models, one file each. Not loaded by `import retrograde`."""

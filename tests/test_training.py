@@ -1,0 +1,225 @@
+"""The loop in this process: the same losses under every policy, resume to the bit, and what stops it."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support import rg
+from training_support import last, losses, same, tiny, trained
+
+from retrograde.training import checkpoints
+from retrograde.training.errors import TrainingError
+from retrograde.training.loop import train
+from retrograde.training.memory import kept_by
+from retrograde.training.metrics import read
+from retrograde.training.settings import differences, settle
+from retrograde.training.trained import load_model
+
+FIFTY = {"steps": 50, "depth": 6, "width": 32, "lr": 3e-3, "look_every": 50, "save_every": 0}
+
+
+def test_reverse_equals_store_over_fifty_steps(tmp_path):
+    """To the bit under exact arithmetic, weights included; within 1e-4 in floats."""
+    kinds = {
+        "store": ("store", "exact"),
+        "exact": ("reverse", "exact"),
+        "float": ("reverse", "float"),
+        "plain": ("store", "float"),
+    }
+    found = {
+        name: trained(tmp_path / name, memory=memory, arithmetic=arithmetic, **FIFTY)
+        for name, (memory, arithmetic) in kinds.items()
+    }
+    store, exact = found["store"], found["exact"]
+    assert len(store[0]) == 50
+    assert store[0][-1] < store[0][0] - 1
+    assert store[0] == exact[0]
+    assert same(store[1], exact[1])
+    for other in ("store", "plain"):
+        apart = max(abs(a - b) for a, b in zip(found["float"][0], found[other][0], strict=True))
+        assert apart < 1e-4, other
+    assert found["float"][0] != store[0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"step_in_backward": True}, {"precision": "bf16", "accumulate": 2}, {"one_stream": True}],
+    ids=["plain", "step in backward", "bf16, accumulated", "one stream"],
+)
+def test_resumes_to_the_bit(tmp_path, more):
+    """Interrupted after a few steps, then resumed: as if it had never stopped."""
+    whole = trained(tmp_path / "whole", **more)
+    settings = tiny(tmp_path / "parts", save_every=3, **more)
+    with pytest.raises(Interrupted):
+        train(settings, stop_after(5))
+    assert checkpoints.step_of(checkpoints.found(settings.out / "checkpoints")[-1]) == 3
+    train(replace(settings, resume=True))
+    assert losses(settings.out) == whole[0]
+    assert same(last(settings.out).tensors, whole[1])
+    assert [r["step"] for r in read(settings.out / "metrics.jsonl") if "loss" in r] == list(range(1, 9))
+
+
+class Interrupted(Exception):
+    pass
+
+
+def stop_after(step):
+    def hear(what, record):
+        if what == "step" and record["step"] == step:
+            raise Interrupted
+
+    return hear
+
+
+def test_step_in_backward_equals_ordinary_steps(tmp_path):
+    ordinary = trained(tmp_path / "a", clip=0.0)
+    inside = trained(tmp_path / "b", step_in_backward=True)
+    assert ordinary[0] == inside[0]
+    assert same(ordinary[1], inside[1])
+
+
+def test_pieces_of_a_batch_equal_the_whole(tmp_path):
+    whole, pieces = trained(tmp_path / "a"), trained(tmp_path / "b", accumulate=4)
+    assert max(abs(a - b) for a, b in zip(whole[0], pieces[0], strict=True)) < 1e-5
+
+
+def test_it_learns_and_says_so(tmp_path):
+    heard = []
+    settings = tiny(tmp_path, steps=40, look_every=20, save_every=10, sample=20)
+    outcome = train(settings, lambda what, record: heard.append((what, record)))
+    looks = [record["held_out_bits"] for what, record in heard if what == "look"]
+    assert len(looks) == 3
+    assert looks[0] == pytest.approx(8, abs=0.3)
+    assert looks[-1] < looks[0] - 2
+    assert [record["step"] for what, record in heard if what == "saved"] == [10, 20, 30, 40]
+    assert [path.name for path in checkpoints.found(settings.out / "checkpoints")] == ["step-00000030.pt", "step-00000040.pt"]
+    assert len(outcome.sample) == 20
+    steps = [record for what, record in heard if what == "step"]
+    assert steps[0].keys() == {"step", "loss", "lr", "norm", "tokens_per_second", "seconds", "peak_bytes"}
+    assert all(record["tokens_per_second"] > 0 and record["peak_bytes"] > 1e7 for record in steps)
+    written = [json.loads(line) for line in (settings.out / "metrics.jsonl").read_text().splitlines()]
+    assert written == [record for what, record in heard if what in ("step", "look")]
+    model = load_model(settings.out, "cpu")
+    assert model.extend(b"\0", 20, generator=torch.Generator().manual_seed(0)) == outcome.sample
+
+
+def test_learning_rate():
+    settings = settle(device="cpu", steps=100, lr=1.0, warmup=10)
+    rates = [settings.lr_at(step) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+    assert settle(device="cpu", steps=100, lr=1.0, warmup=0).lr_at(1) < 1
+
+
+@pytest.mark.parametrize("more", [{}, {"step_in_backward": True}, {"arithmetic": "exact"}], ids=["float", "in backward", "exact"])
+def test_a_loss_that_is_no_number_stops_it(tmp_path, more):
+    settings = tiny(tmp_path, steps=4, save_every=2, **more)
+    train(settings)
+    kept = last(settings.out)
+    with pytest.raises(TrainingError, match=r"step (5|6|7|8).*the last good state is .*step-00000004.pt") as caught:
+        train(tiny(tmp_path, steps=30, save_every=1000, warmup=0, lr=1e30, resume=True, **more))
+    assert "\n" not in str(caught.value)
+    assert same(last(settings.out).tensors, kept.tensors)
+
+
+def test_spoilt_weights_are_not_saved(tmp_path, monkeypatch):
+    """Without clipping nobody looks at gradients: the checkpoint does."""
+    settings = tiny(tmp_path, steps=4, clip=0.0)
+    train(settings)
+
+    def spoil(what, record):
+        if what == "step":
+            with torch.no_grad():
+                next(p for p in spoilt.parameters())[0, 0] = math.inf
+
+    from retrograde.training import loop
+
+    def build(settings):
+        nonlocal spoilt
+        spoilt = original(settings)
+        return spoilt
+
+    spoilt, original = None, loop.build
+    monkeypatch.setattr(loop, "build", build)
+    with pytest.raises(TrainingError, match=r"weights are not finite after step 5; the last good state is .*step-00000004.pt"):
+        train(tiny(tmp_path, steps=5, clip=0.0, resume=True, windows=1, look_every=9), spoil)
+
+
+def test_other_settings_on_resume(tmp_path):
+    train(tiny(tmp_path, steps=2))
+    notes = []
+    train(tiny(tmp_path, steps=3, lr=1e-3, resume=True), lambda what, record: notes.append(record) if what == "note" else None)
+    assert "resumed from" in notes[0]["text"]
+    assert "steps 3 (was 2)" in notes[0]["text"]
+    assert "lr 0.001 (was 0.01)" in notes[0]["text"]
+    with pytest.raises(TrainingError, match="the checkpoint has width 16, this command 32"):
+        train(tiny(tmp_path, steps=3, width=32, resume=True))
+    with pytest.raises(TrainingError, match="holds a run already"):
+        train(tiny(tmp_path, steps=3))
+    (tmp_path / "text" / "99.py").write_text("more " * 99)
+    with pytest.raises(TrainingError, match="files were added, removed or changed in size"):
+        train(tiny(tmp_path, steps=4, resume=True))
+    assert differences({**settle(device="cpu").plain(), "device": "cuda"}, settle(device="cpu").plain()) == []
+
+
+def test_resume_without_a_checkpoint_begins(tmp_path):
+    notes = []
+    hear = lambda what, record: notes.append(record["text"]) if what == "note" else None  # noqa: E731
+    train(tiny(tmp_path, steps=2, resume=True), hear)
+    assert "no checkpoint in" in notes[0]
+    assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 0}, "steps must be 1 or more"),
+        ({"lr": math.nan}, "lr must be 0 or more, got nan"),
+        ({"clip": -1.0}, "clip must be 0 or more"),
+        ({"device": "tpu"}, "device 'tpu' is not one of: auto, cpu, cuda"),
+        ({"parallel": "dp"}, "parallel 'dp' is not one of"),
+        ({"step_in_backward": True, "clip": 1.0}, "clip 1.0 does not go with step_in_backward: clipping by the global norm"),
+        ({"step_in_backward": True, "accumulate": 2}, "accumulate 2 does not go with step_in_backward: accumulation keeps"),
+        ({"step_in_backward": True, "parallel": "ddp"}, "parallel ddp does not go with step_in_backward: ddp averages"),
+    ],
+)
+def test_bad_settings(given, message):
+    with pytest.raises(TrainingError, match=message):
+        settle(**{"device": "cpu"} | given)
+
+
+def test_bad_combinations(tmp_path):
+    with pytest.raises(TrainingError, match="batch 4 does not divide into 3 pieces"):
+        train(tiny(tmp_path, accumulate=3))
+    with pytest.raises(TrainingError, match="parallel ddp is for several processes: torchrun"):
+        train(tiny(tmp_path, parallel="ddp"))
+    with pytest.raises(rg.ProgramError, match="cannot be reversed"):
+        train(tiny(tmp_path, one_stream=True, memory="reverse"))
+    if not torch.cuda.is_available():
+        with pytest.raises(TrainingError, match="no CUDA device"):
+            settle(device="cuda")
+
+
+def test_one_process_without_parallel_under_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainingError, match="torchrun started 2 processes: say how they share the work"):
+        train(tiny(tmp_path))
+
+
+def test_what_a_step_keeps(tmp_path):
+    from retrograde.training.loop import build
+
+    found = {depth: kept_by(build(tiny(tmp_path, depth=depth)), ("store", "checkpoint", "reverse"), rows=4) for depth in (3, 9)}
+    assert found[9]["reverse"] == pytest.approx(found[3]["reverse"], rel=0.05)
+    assert found[9]["store"] > 2 * found[3]["store"]
+    assert found[9]["store"] > 2 * found[9]["checkpoint"] > 2.2 * found[9]["reverse"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_compiled(tmp_path):
+    eager, compiled = trained(tmp_path / "a", steps=4), trained(tmp_path / "b", steps=4, compile=True)
+    assert max(abs(a - b) for a, b in zip(eager[0], compiled[0], strict=True)) < 1e-4
