@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from support import WIDTH, assert_same, draw, gradients, mlps, rg
+from support import WIDTH, assert_same, draw, gradients, loss_of, mlps, rg
 from torch import nn
 
 from retrograde import engine, purse
+from retrograde.bench.meter import LiveBytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own
 
@@ -37,73 +38,53 @@ def net_of(blocks=4, **options):
     return rg.ReversibleSequence([(Chain(), Chain()) for _ in range(blocks)], **options)
 
 
-def forms_of(net, x, backend="aot_eager", passes=6):
-    """Which form stored updates ran in, pass by pass as long as it is counted, with gradients compared to store."""
-    seen = []
-    real = purse.Learned.look_at
-
-    def look_at(self, made, count):
-        seen.append((["lean" if record.lean else "full" for record, _ in made.stored], made.total + made.base + made.largest))
-        return real(self, made, count)
-
-    wanted = [x, *net.parameters()]
+def chosen(net, x):
+    """How many updates are reversed, stored in the lean form, stored in full, once that is known; gradients equal store's."""
+    net._program_for({}).learned.clear()
     plain = copy.deepcopy(net)
     plain.memory = "store"
     true = gradients(lambda: plain(x), [x, *plain.parameters()])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(purse.Learned, "look_at", look_at)
-        for _ in range(passes):
-            assert_same(gradients(lambda: net(x), wanted), true)
-    return seen
-
-
-def sizes(net, x):
-    """What it takes to store all in the lean form, and in full."""
-    found = {}
-    for lean in (True, False):
-        one = purse.Purse(1 << 40, [x, x])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine, "Purse", lambda *_, one=one: one)
-            net.memory = rg.Budget(1 << 40)
-            net._program_for({}).learned.clear()
-            if not lean:
-                patch.setattr(
-                    purse.Learned, "__init__", lambda self: vars(self).update(full=8, growing=False, last=None, stored=None)
-                )
-            net(x)
-        net._program_for({}).learned.clear()
-        found[lean] = one.base + one.total + one.largest
-    return found[True], found[False]
+    for _ in range(4):
+        assert_same(gradients(lambda: net(x), [x, *net.parameters()]), true)
+    (learned,) = net._program_for({}).learned.values()
+    count = 2 * len(net.blocks)
+    return count - learned.stored, learned.stored - learned.full, learned.full
 
 
 def test_a_budget_takes_the_lean_form_first_and_the_full_one_where_there_is_room():
     net = rg.compile_fns(net_of(), backend="aot_eager")
     x = draw(16, WIDTH)
-    lean, full = sizes(net, x)
+    net.memory = rg.Budget(1 << 40)
+    assert chosen(net, x) == (0, 0, 8)
+    (learned,) = net._program_for({}).learned.values()
+    full, lean = map(sum, learned.sizes)
     assert lean < full / 2
-    # not enough for all in the lean form: the rest is reversed
-    net.memory = rg.Budget(int(0.8 * lean))
-    seen = forms_of(net, x)
-    assert len(seen) == 2  # alike: nothing more is counted
-    assert 0 < len(seen[-1][0]) < 8
-    assert set(seen[-1][0]) == {"lean"}
-    # between the two: all are stored, some of the last in full, and most of what is given is used
-    budget = (lean + full) // 2
-    net.memory = rg.Budget(budget)
-    seen = forms_of(net, x)
-    forms, used = seen[-1]
-    assert seen[-1] == seen[-2]
-    assert len(seen) < 6
-    assert len(forms) == 8
-    assert 2 <= forms.count("full") < 8
-    assert forms == sorted(forms, reverse=True)
-    assert 0.8 * budget < used <= budget
-    # more than all of it takes
-    net.memory = rg.Budget(2 * full)
-    assert forms_of(net, x)[-1][0] == ["full"] * 8
-    # at a size that has not been seen it is lean again, and within the budget
-    net.memory = rg.Budget(budget * 2)
-    assert forms_of(net, draw(32, WIDTH), passes=1)[0][1] <= budget * 2
+    around = 2 * 2 * x.nbytes + learned.largest
+    net.memory = rg.Budget(around + lean // 2)
+    reverse, some, none = chosen(net, x)
+    assert (reverse + some, none) == (8, 0)
+    assert 3 <= some <= 4
+    net.memory = rg.Budget(around + lean)
+    assert chosen(net, x) == (0, 8, 0)
+    net.memory = rg.Budget(around + (lean + full) // 2)
+    none, some, rest = chosen(net, x)
+    assert none == 0
+    assert 3 <= rest <= 4
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 1.3, 3.0])
+def test_never_beyond_the_budget(share):
+    """At a new size in the first pass too, as a meter of live bytes sees it."""
+    net = rg.compile_fns(net_of(), backend="eager")
+    for rows in (256, 512):
+        x = draw(rows, WIDTH)
+        lean = 8 * x.nbytes
+        net.memory = rg.Budget(int(4 * x.nbytes + share * lean + 40 * x.nbytes))
+        for _ in range(5):
+            with LiveBytes() as meter:
+                loss_of(net(x)).backward()
+            own = sum(p.nbytes for p in net.parameters()) + x.nbytes
+            assert meter.peak <= net.memory.bytes + own
 
 
 @pytest.mark.parametrize("memory", ["reverse", "checkpoint", "store", rg.StoreLast(2)], ids=str)
@@ -120,7 +101,7 @@ def test_everywhere_else_the_full_form_runs(memory):
 def test_inductor():
     net = rg.compile_fns(net_of(1, memory=rg.Budget(1 << 20)))
     assert list(net.state_dict()) == list(net_of(1).state_dict())
-    forms_of(net, draw(5, WIDTH), passes=2)
+    chosen(net, draw(5, WIDTH))
 
 
 def test_a_copy_is_not_compiled():

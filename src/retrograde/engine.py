@@ -157,9 +157,9 @@ def _reverse(program: Program, indices: range, state: Streams, side: Streams, co
 
 
 def _walkable(
-    program: Program, indices: range, state: Streams, context: Context, purse: Purse | None = None, lean: int = 0
+    program: Program, indices: range, state: Streams, context: Context, purse: Purse | None = None, lean: bool = False
 ) -> None:
-    """Runs that walk back; updates below `lean` have fns in the lean form."""
+    """Runs that walk back."""
     runs: dict[str, Run] = {}
     for index in indices:
         name = program.components[index]
@@ -175,26 +175,27 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
     room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
     streams = [t for name in program.names for t in tensors(state[name])]
-    learned = program.learned.setdefault((limit, len(indices), *((t.shape, t.dtype) for t in streams)), Learned())
+    key = (limit, len(indices), *((t.shape, t.dtype) for t in streams))
+    learned = program.learned.setdefault(key, Learned())
     if isinstance(limit, str):
         free = free_bytes(program, streams)
-        if learned.free is None or free < learned.free:
-            learned.__init__()  # what fitted may not fit now
-            learned.free = free
-        limit = learned.free
+        if learned.free is None or free < learned.free:  # what fitted may not fit now
+            program.learned[key] = learned = Learned(free)
+        limit = learned.free or free
     if not two_forms(update.fn for update in program.updates):
         _walkable(program, indices, state, context, Purse(limit, streams, room))
         return
-    lean = indices.stop - learned.full
-    if learned.stored is None:
+    if len(learned.sizes) < 2:
         purse = Purse(limit, streams, room)
-        _walkable(program, indices, state, context, purse, lean)
-        learned.look_at(purse, len(indices))
+        _walkable(program, indices, state, context, purse, lean=bool(learned.sizes))
+        learned.look_at(purse)
         return
     first = indices.stop - learned.stored
-    _walkable(program, range(indices.start, first), state, context, None, lean)
-    for part, form in ((range(first, max(first, lean)), True), (range(max(first, lean), indices.stop), False)):
-        before = use_lean(form)
+    middle = indices.stop - learned.full
+    if first > indices.start:
+        _walkable(program, range(indices.start, first), state, context)
+    for part, lean in ((range(first, middle), True), (range(middle, indices.stop), False)):
+        before = use_lean(lean)
         try:
             _store(program, part, state, side, None, None)
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -31,36 +30,38 @@ def free_bytes(program: Any, streams: list[Tensor]) -> int:
 
 
 class Learned:
-    """What passes at the same sizes have taught: of what is free, and of functions in two forms (forms.py)."""
+    """What passes at the same sizes have taught: of what is free, and of functions in two forms (forms.py).
 
-    def __init__(self) -> None:
-        self.free: int | None = None  # the least that was free on the device
-        self.full = 0  # so many of the last updates run in the full form, the others in the lean one
-        self.growing = True  # more of them may
-        self.last: Any = None  # how many were stored in the last pass, and how many in full
-        self.stored: int | None = None  # how many are, once two passes were alike: from then on nothing is counted any more
+    The first pass runs all in the full form and the second in the lean one, both counted; from then on it is known what each
+    update saves, and nothing is counted any more.
+    """
 
-    def look_at(self, purse: Purse, count: int) -> None:
-        """After a forward pass of `count` updates: where all are stored and there is room, the last may be stored in full."""
-        now = len(purse.stored), self.full
-        missing = count - len(purse.stored)
-        if self.growing and not missing and not self.full:
-            self.full = min(2, count)  # to see what they save
-        elif self.growing and self.full:
-            sizes: dict[bool, list[int]] = {True: [0], False: [0]}
-            for record, storages in purse.stored:
-                sizes[record.lean].append(sum(storages.values()))
-            lean, full = (sum(found) / max(1, len(found) - 1) for found in (sizes[True], sizes[False]))
-            more = max(1.0, full - lean)
-            left = purse.limit - purse.base - purse.total - purse.largest
-            if missing:  # too many: those that had to go for them ran for nothing
-                self.full -= min(self.full, math.ceil(missing * lean / more))
-            else:
-                self.full = min(count, self.full + int(left / more))
-            self.growing = not missing and now[1] < self.full < count
-        if now == self.last and self.full == now[1]:
-            self.stored = now[0]
-        self.last = now
+    def __init__(self, free: int | None = None) -> None:
+        self.free = free  # the least that was free on the device
+        self.sizes: list[list[int]] = []  # bytes that updates save: in the full form, in the lean one
+        self.largest = 0
+        self.stored = self.full = 0  # so many of the last updates are stored; so many of these in the full form
+
+    def look_at(self, purse: Purse) -> None:
+        self.sizes.append(purse.sizes)
+        self.largest = max(self.largest, purse.largest)
+        if len(self.sizes) == 2:
+            self._choose(purse.limit - purse.base - self.largest, purse.room)
+
+    def _choose(self, left: int, room: int) -> None:
+        """All in the lean form if that is possible, and then the last in full; else the last in the lean form."""
+        full, lean = self.sizes
+        count = len(lean)
+        if sum(lean) <= left + room // 2:  # where nothing is undone, half of the room for sums is enough
+            left += room // 2 - sum(lean)
+            self.stored = count
+            while self.full < count and full[-1 - self.full] - lean[-1 - self.full] <= left:
+                left -= full[-1 - self.full] - lean[-1 - self.full]
+                self.full += 1
+        else:
+            while self.stored < count and lean[-1 - self.stored] <= left:
+                left -= lean[-1 - self.stored]
+                self.stored += 1
 
 
 class Purse:
@@ -71,10 +72,11 @@ class Purse:
     """
 
     def __init__(self, limit: int, streams: Iterable[Tensor], room: int = 0):
-        self.limit = limit
+        self.limit, self.room = limit, room
         self.base = 2 * sum(t.nbytes for t in streams) + room
         self.total = 0  # bytes that are stored
         self.largest = 0  # bytes that one fn saves
+        self.sizes: list[int] = []  # of each update, what its fn saves
         self.stored: deque[tuple[Any, dict[int, int]]] = deque()
         self.holders: dict[int, int] = {}  # how many stored updates share a storage
         self.growing: dict[int, int] = {}  # storages of the fn that is running
@@ -95,6 +97,7 @@ class Purse:
 
     def buys(self, record: Any, where: str, before: list[Tensor]) -> bool:
         """Whether the update that has just run is stored; older ones may have to go for it."""
+        self.sizes.append(sum(self.growing.values()))
         for t in before:
             self._grow(t)
         if self.base + self.largest > self.limit:

@@ -84,11 +84,11 @@ class Keep(torch.autograd.Function):
 class Run:
     """Some connected updates in one forward pass. Autograd's graph owns it; it owns nothing of the graph."""
 
-    def __init__(self, context: Context, keeps_sources: bool = False, purse: Purse | None = None, lean: int = 0):
+    def __init__(self, context: Context, keeps_sources: bool = False, purse: Purse | None = None, lean: bool = False):
         self.context = context
         self.keeps_sources = keeps_sources
         self.purse = purse
-        self.lean = lean  # updates with a lower index have fns in the lean form
+        self.lean = lean  # fns in the lean form (forms.py)
         self.records: list[Record] = []
         self.live: list[Tensor] | None = None  # saved by the update that is in its first run
         self.vault: Callable[[], Tensor | None] = lambda: None  # weak: a strong one would be a cycle that gc cannot see
@@ -121,7 +121,7 @@ class Run:
         if self.purse is not None:
             pack = self.purse.watching(pack, [*sight.held.own_tensors(), *context.tensors])
         self.live = live
-        record.lean = index < self.lean
+        record.lean = self.lean
         if record.lean:
             use_lean(True)
         try:
