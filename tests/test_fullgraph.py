@@ -269,6 +269,36 @@ def test_a_program_inside():
     same(net, [x], [x])
 
 
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = mlp()
+        self.steps = nn.Parameter(torch.arange(WIDTH, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x, count=1):
+        return self.f(x) * self.steps.to(x.dtype) * count
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "exact"])
+def test_whole_numbers(arithmetic):
+    """Weights, streams and outputs that have no gradients."""
+    updates = [
+        rg.Update("k", lambda k: k["n"] * 2, "j"),
+        rg.Update("a", Quantized(), ("b", "k")),
+        rg.Update("b", lambda a: (a * 3).long(), "a"),
+        rg.Update("j", lambda a, k: {"x": a.sin(), "n": k // 2}, ("a", "k")),  # keys in another order than the stream has
+    ]
+    ones = torch.ones(3, WIDTH, dtype=torch.long)
+    streams = {"a": draw(), "b": draw(), "k": ones, "j": {"n": ones + 1, "x": draw()}}
+    net = rg.Reversible(updates, arithmetic=arithmetic)
+    wanted = [streams["a"], streams["b"], streams["j"]["x"], *(p for p in net.parameters() if p.requires_grad)]
+    found = gradients(lambda: compiled(net)(streams), wanted)
+    net.memory = "store"
+    true = gradients(lambda: net(streams), wanted)
+    assert [t.dtype for t in found] == [t.dtype for t in true]
+    assert_same([t.double() for t in found], [t.double() for t in true])
+
+
 def test_no_gradient():
     net = pairs(2)
     x = draw(grad=False)
@@ -428,18 +458,62 @@ class Statistics(nn.Module):
         return nn.functional.batch_norm(self.lin(x), self.mean, self.var, training=True)
 
 
+class OtherStatistics(Statistics):
+    def forward(self, x):
+        return torch.batch_norm(self.lin(x), None, None, self.mean, self.var, True, 0.1, 1e-5, False)
+
+
+class Assigns(Statistics):
+    def forward(self, x):
+        self.mean = self.mean * 0.9 + x.detach().mean(0)
+        return self.lin(x) - self.mean
+
+
+class EditsList(Statistics):
+    def forward(self, x):
+        torch._foreach_add_([self.mean], 1.0)
+        return self.lin(x) - self.mean
+
+
 class Edits(nn.Module):
     def forward(self, x):
         return x.mul_(2)
 
 
-@pytest.mark.parametrize(
-    "fn", [Counts(), nn.BatchNorm1d(WIDTH).double(), Statistics(), Edits()], ids=["counter", "norm", "functional norm", "source"]
-)
+EDITS = [Counts(), nn.BatchNorm1d(WIDTH).double(), Statistics(), OtherStatistics(), Assigns(), EditsList(), Edits()]
+
+
+@pytest.mark.parametrize("fn", EDITS, ids=lambda fn: type(fn).__name__)
 def test_edits(fn):
     net = rg.Reversible([rg.Update("a", fn, "b")])
     with pytest.raises(Exception, match=r"update 0: a \+= .*edits a buffer or an argument.*without fullgraph=True"):
         compiled(net)({"a": draw(), "b": draw() * 1})
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = mlp()
+        self.register_buffer("scale", draw(WIDTH, grad=False))
+
+    def forward(self, x):
+        return (self.f(x) * self.scale).sin()
+
+
+def test_a_buffer_that_changes():
+    """Between steps it may; between forward and backward it is an error."""
+    f = Scaled()
+    net = rg.ReversibleSequence([(mlp(), f)])
+    x = draw()
+    call = compiled(net, "aot_eager")
+    for _ in range(2):
+        wanted = [x, *net.parameters()]
+        assert_same(gradients(lambda: call(x), wanted), gradients(lambda: net(x), wanted))
+        f.scale.mul_(2)
+    out = call(x)
+    f.scale.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_a_tensor_that_would_get_no_gradient():

@@ -108,9 +108,14 @@ def check_update(where: str) -> bool:
             f"fn draws random numbers ({drawn[0]}), and a trace cannot draw the same again in backward. {_REGIONAL}", where
         )
     changed = tracer.has_input_mutation()
-    if changed.has_mutation or any(map(_moves_statistics, nodes)):
-        raise ReplayError(f"fn edits a buffer or an argument in place, which in a trace would happen twice. {_REGIONAL}", where)
+    if changed.has_mutation or any(map(_edits, nodes)):
+        refuse_edit(where)
     return True
+
+
+@at_trace_time
+def refuse_edit(where: str) -> None:
+    raise ReplayError(f"fn edits a buffer or an argument in place, which in a trace would happen twice. {_REGIONAL}", where)
 
 
 def _random(output: Any, node: Any) -> str | None:
@@ -166,11 +171,16 @@ def _idle(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _moves_statistics(node: Any) -> bool:
-    """Batch and instance norm move their running statistics without touching a version counter."""
+def _edits(node: Any) -> bool:
+    """Operations that edit without touching a version counter: running statistics of norms, and lists of tensors."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.op != "call_function" or name not in ("batch_norm", "instance_norm"):
+    if node.op != "call_function":
         return False
-    given = [a for a in (*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")) if a is not None]
+    if name.startswith("_foreach_"):
+        return name.partition(".")[0].endswith("_")
+    if "batch_norm" not in name and "instance_norm" not in name:
+        return False
+    first = 1 if node.target in (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm) else 3
+    given = [*node.args[first : first + 2], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
     training = node.kwargs.get("training", node.kwargs.get("use_input_stats", node.args[5] if len(node.args) > 5 else False))
-    return bool(given and training)
+    return bool(training) and any(a is not None for a in given)
