@@ -516,6 +516,41 @@ def test_a_buffer_that_changes():
         out.sum().backward()
 
 
+LATER = {  # and whether it is an error
+    "output": (lambda streams, out, side, net: out["a"].relu_(), True),
+    "side input": (lambda streams, out, side, net: side.mul_(2), True),
+    "buffer": (lambda streams, out, side, net: net.fns[0].scale.mul_(2), True),
+    "stream that is kept": (lambda streams, out, side, net: streams["c"].mul_(2), True),
+    "stream that is recovered": (lambda streams, out, side, net: streams["a"].mul_(2), False),
+    "copy": (lambda streams, out, side, net: (out["a"] * 1).relu_(), False),
+}
+
+
+@pytest.mark.parametrize(("edit", "wrong"), LATER.values(), ids=LATER)
+def test_edits_after_the_net(edit, wrong):
+    """In the same graph, where no version counter is looked at."""
+    updates = [
+        rg.Update("a", Scaled(), "b"),
+        rg.Update("b", lambda a, c, side: (a * c).sin() * side, ("a", "c"), takes="side"),
+    ]
+    net = rg.Reversible(updates)
+    given = {name: draw() for name in "abc"}
+
+    def model(given, side):
+        streams = {name: t * 1 for name, t in given.items()}
+        side = side * 1
+        out = net(streams, side=side)
+        edited = edit(streams, out, side, net)
+        return [*out.values(), edited]
+
+    side, wanted = draw(grad=False), [*given.values(), *net.parameters()]
+    if wrong:
+        with pytest.raises(Exception, match="is edited in place after a reversible net used or returned it"):
+            compiled(model)(given, side)
+        return
+    assert_same(gradients(lambda: compiled(model)(given, side), wanted), gradients(lambda: model(given, side), wanted))
+
+
 def test_a_tensor_that_would_get_no_gradient():
     scale = draw(WIDTH)
     table = {"scale": scale}

@@ -6,6 +6,7 @@ Everything here runs while the compiler traces the program, before there is any 
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -47,8 +48,9 @@ def named(key: str) -> Any:
     return _NAMED[key]
 
 
-_GIVEN: list[Any] = []  # the nodes of the arguments of the Function that is traced
+_GIVEN: dict[Any, bool] = {}  # the nodes of the arguments of the Function that is traced, and whether its backward needs them
 _LOOKED_AT: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many nodes, by the tracer of a Function
+_WATCHED: weakref.WeakKeyDictionary[Any, list[tuple[Tensor, int]]] = weakref.WeakKeyDictionary()  # and versions, by trace
 _INSIDE: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many second runs a trace is in
 
 
@@ -67,10 +69,49 @@ def whole_graph() -> bool:
 
 
 @at_trace_time
-def note_given(count: int) -> bool:
-    """The last so many nodes are the arguments of a Function that follows, each a view."""
-    _GIVEN[:] = [node for node in _output().current_tracer.graph.nodes if node.target == "view_as"][-count:]
+def note_given(kept: tuple[bool, ...]) -> bool:
+    """The last nodes are the arguments of a Function that follows, each a view; whether its backward needs them."""
+    _GIVEN.clear()
+    _GIVEN.update(zip(_last("view_as", len(kept)), kept, strict=True))
+    _watch(node for node, keeps in _GIVEN.items() if keeps)
     return True
+
+
+@at_trace_time
+def note_made(count: int) -> bool:
+    """The last so many nodes are aliases of what a Function returned, and backward needs it."""
+    _watch(_last("detach", count))
+    return True
+
+
+def _last(method: str, count: int) -> list[Any]:
+    return [node for node in _output().current_tracer.graph.nodes if node.target == method][-count:]
+
+
+def _watch(nodes: Iterable[Any]) -> None:
+    """What backward needs must not be edited in what follows: a Function in a trace does not see it."""
+    output = _output()
+    trace = output.root_tracer
+    if trace not in _WATCHED:
+        watched = _WATCHED[trace] = []
+        hooks = output.cleanup_hooks  # called when the trace is complete, or has failed, the first one at last
+        around = sys.exc_info()[1]  # in whose handling the trace may be
+
+        def check() -> None:
+            edited = any(value._version != version for value, version in watched)
+            watched.clear()
+            inside = any(node.target is torch.autograd.grad for node in output.graph.nodes)  # then backward came before
+            failed = sys.exc_info()[1] not in (None, around)
+            if edited and not inside and not failed:
+                hooks.clear()  # all others were called
+                raise ReplayError(
+                    "a stream, a side input, a parameter or a buffer is edited in place after a reversible net used or returned "
+                    "it, and backward needs it as it was. Edit a copy (`out = out.relu()`, not `out.relu_()`)"
+                )
+
+        hooks.insert(0, check)
+    values = [node.meta.get("example_value") for node in nodes]
+    _WATCHED[trace] += [(value, value._version) for value in values if isinstance(value, Tensor)]
 
 
 @at_trace_time
@@ -100,6 +141,7 @@ def check_update(where: str) -> bool:
                 f"parameter. {_REGIONAL}",
                 where,
             )
+    _watch(proxy.node for proxy in tracer.lifted_freevars if proxy.node not in _GIVEN)
     nodes = list(tracer.graph.nodes)
     drawn = [name for node in nodes[_LOOKED_AT.get(tracer, 0) :] if (name := _random(output, node))]
     _LOOKED_AT[tracer] = len(nodes)

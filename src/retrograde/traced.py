@@ -23,7 +23,7 @@ from .exact import Exact, carried, read
 from .held import Held
 from .ledger import Ledger
 from .streams import dense, flatten, tensors, unflatten
-from .trace_check import at_trace_time, check_update, named, note_given, refuse, refuse_edit, second_run
+from .trace_check import at_trace_time, check_update, named, note_given, note_made, refuse, refuse_edit, second_run
 from .update import Inverted, Program, Update
 
 
@@ -182,8 +182,11 @@ def _reverse(program: Any, plan: Plan, start: int, stop: int, state: Any, side: 
     own = [_own(plan.bodies[index], path, name) for index, path, name in plan.slots]
     job.own_needs = [t.requires_grad for t in own]
     views = [t.view_as(t) for t in (*given, *given_side, *own)]
-    note_given(len(views))
+    kept = [keeps or name not in targets for name, (count, _) in job.specs.items() for _ in range(count)]
+    note_given((*kept, *(True for _ in views[len(kept) :])))
     made = _Stretch.apply(job, *views)
+    if not keeps:
+        note_made(len([t.detach() for t in made]))
     rest = iter(made)
     for name in job.targets:
         count, spec = job.specs[name]
