@@ -152,6 +152,17 @@ def test_other_rules():
     assert_same(gradients(back, wanted), gradients(lambda: net.inverse(streams), wanted))
 
 
+def test_the_inverse_of_pairs():
+    """Also where the net was never run, and after a function was exchanged."""
+    net = pairs(2, split="chunk", merge="cat")
+    x = draw(3, 2 * WIDTH)
+    call = compiled(net.inverse)
+    for _ in range(2):
+        wanted = [x, *net.parameters()]
+        assert_same(gradients(lambda: call(x), wanted), gradients(lambda: net.inverse(x), wanted))
+        net.blocks[0].f = mlp()
+
+
 @pytest.mark.parametrize(("memory", "arithmetic"), [("reverse", "auto"), ("reverse", "float"), (rg.StoreLast(2), "auto")])
 def test_autocast(memory, arithmetic):
     """Backward runs outside of autocast, and its second runs are inside."""
@@ -349,6 +360,35 @@ def test_what_is_exchanged_is_seen():
         twin.blocks[0].f[1].weight.mul_(2)
     wanted = [x, *(p for p in twin.parameters() if p.requires_grad)]
     assert_same(gradients(lambda: compiled(twin)(x), wanted), gradients(lambda: twin(x), wanted))
+
+
+def test_what_is_exchanged_in_a_list_is_seen():
+    net = rg.Reversible(rg.wirings.leapfrog(mlps(2)))
+    streams = {"a": draw(), "b": draw()}
+    call = compiled(net)
+    for i in range(2):
+        wanted = [*streams.values(), *net.parameters()]
+        assert_same(gradients(lambda: call(streams), wanted), gradients(lambda: net(streams), wanted))
+        net.fns[i] = mlp()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_other_routes_and_names(by_name):
+    """A new route is seen. Side inputs that come and go need one trace each, and no more."""
+    net = rg.ReversibleSequence([(Attend(), Attend())])
+    x, context = draw(2, 3, WIDTH), draw(2, 3, WIDTH)
+    counter = CompileCounterWithBackend("eager")
+    call = torch.compile(net, backend=counter, fullgraph=True)
+    for route in [(True, False), (False, True)]:
+        net.route = {"context": [route]} if by_name else route
+        found = call(x, context=context)
+        assert_same([found], [net(x, context=context)])
+    for turn in range(4):
+        call(x)
+        call(x, context=context)
+        if turn == 1:
+            seen = counter.frame_count
+    assert counter.frame_count == seen
 
 
 def test_keeps_the_final_streams_alone():
