@@ -310,6 +310,33 @@ def test_whole_numbers(arithmetic):
     assert_same([t.double() for t in found], [t.double() for t in true])
 
 
+def test_a_module_with_two_names():
+    """What is put in place of its parameters is taken back once."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = mlp()
+            self.same, self.beside = self.f, [self.f]
+
+        def forward(self, x):
+            return self.f(self.same(x)) + self.beside[0](x)
+
+    net = rg.ReversibleSequence([(Both(), Both())])
+    same(net, [x := draw()], [x])
+
+
+def test_transforms():
+    """Inside torch.func it runs as store."""
+    net = pairs(2)
+    x = draw(2, 3, WIDTH, grad=False)
+
+    def model(x):
+        return torch.vmap(lambda t: net(t))(x), torch.func.grad(lambda t: net(t).sin().sum())(x)
+
+    assert_same(compiled(model)(x), model(x))
+
+
 def test_no_gradient():
     net = pairs(2)
     x = draw(grad=False)
@@ -603,6 +630,24 @@ def test_a_tensor_that_would_get_no_gradient():
         compiled(net)({"a": draw(), "b": draw()})
     scale.requires_grad_(False)
     compiled(net)({"a": draw(), "b": draw()})
+
+
+class Stretched(rg.Rule):
+    def __init__(self):
+        self.by = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+
+    def apply(self, target, out):
+        return target * self.by + out
+
+    def undo(self, target, out):
+        return (target - out) / self.by
+
+
+def test_a_rule_that_would_get_no_gradient():
+    """Also in the last update."""
+    net = rg.Reversible([rg.Update("a", mlp(), "b", rule=Stretched())])
+    with pytest.raises(Exception, match=r"update 0: .*needs a gradient.*side input"):
+        compiled(net)({"a": draw(), "b": draw()})
 
 
 def test_a_tensor_of_the_graph_that_would_get_no_gradient():

@@ -123,13 +123,19 @@ def second_run(step: int = 0) -> bool:
 
 
 @at_trace_time
+def transformed() -> bool:
+    """Whether the trace is inside a transform of torch.func, which knows no Functions of a trace."""
+    return torch._C._are_functorch_transforms_active()
+
+
+@at_trace_time
 def refuse(message: str, where: str | None = None) -> None:
     raise ProgramError(message, where)
 
 
 @at_trace_time
 def check_update(where: str) -> bool:
-    """fn has just been traced in the forward of a Function."""
+    """An update, fn and rule, has just been traced in the forward of a Function."""
     output = _output()
     tracer = output.current_tracer
     for proxy in tracer.lifted_freevars:

@@ -23,7 +23,7 @@ from .exact import Exact, carried, read
 from .held import Held
 from .ledger import Ledger
 from .streams import dense, flatten, tensors, unflatten
-from .trace_check import at_trace_time, check_update, named, note_given, note_made, refuse, refuse_edit, second_run
+from .trace_check import at_trace_time, check_update, named, note_given, note_made, refuse, refuse_edit, second_run, transformed
 from .update import Inverted, Program, Update
 
 
@@ -40,12 +40,15 @@ class Plan:
         known: dict[int, int] = {}
         for index, body in enumerate(self.bodies):
             self.own.append([])
-            for name, t in (*body.named_parameters(remove_duplicate=False), *body.named_buffers(remove_duplicate=False)):
-                if id(t) not in known:
-                    known[id(t)] = len(self.slots)
-                    *path, last = name.split(".")
-                    self.slots.append((index, tuple(path), last))
-                self.own[-1].append((name, known[id(t)]))
+            for prefix, module in body.named_modules():  # each once, though it may have several names
+                path = prefix.split(".") if prefix else []
+                for last, t in (*module._parameters.items(), *module._buffers.items()):
+                    if t is None:
+                        continue
+                    if id(t) not in known:
+                        known[id(t)] = len(self.slots)
+                        self.slots.append((index, tuple(path), last))
+                    self.own[-1].append((".".join([*path, last]), known[id(t)]))
 
 
 class _Holder(nn.Module):
@@ -95,7 +98,7 @@ def run(program: Any, streams: Any, side: Any, memory: Any, arithmetic: str) -> 
     _prepare(program.key if isinstance(program, Program) else None, tuple(streams), tuple(side))
     plan = program.plan
     check_arithmetic(arithmetic)
-    inside = second_run() or not torch.is_grad_enabled()
+    inside = second_run() or transformed() or not torch.is_grad_enabled()
     state = {name: dense(value) if name in plan.names and not inside else value for name, value in streams.items()}
     stretches = policies.plan(memory, len(program.updates), state)
     exact = exact_streams(arithmetic, program, state)
@@ -224,9 +227,9 @@ class _Stretch(torch.autograd.Function):
         for index in range(job.start, job.stop):
             update = job.program.updates[index]
             out = _call(job, index, own, [read(state[name]) for name in update.sources], side)
-            check_update(job.plan.where[index])
             out = _fitting(job.plan, index, update, state[update.target], out)
             state[update.target] = update.rule.apply(state[update.target], out)
+            check_update(job.plan.where[index])
         ctx.job = job
         kept = before if job.keeps else state
         ctx.save_for_backward(*[t for name in job.specs for t in tensors(kept[name])], *side_tensors, *own)
