@@ -152,6 +152,17 @@ def test_other_rules():
     assert_same(gradients(back, wanted), gradients(lambda: net.inverse(streams), wanted))
 
 
+def test_the_inverse_of_pairs():
+    """Also where the net was never run, and after a function was exchanged."""
+    net = pairs(2, split="chunk", merge="cat")
+    x = draw(3, 2 * WIDTH)
+    call = compiled(net.inverse)
+    for _ in range(2):
+        wanted = [x, *net.parameters()]
+        assert_same(gradients(lambda: call(x), wanted), gradients(lambda: net.inverse(x), wanted))
+        net.blocks[0].f = mlp()
+
+
 @pytest.mark.parametrize(("memory", "arithmetic"), [("reverse", "auto"), ("reverse", "float"), (rg.StoreLast(2), "auto")])
 def test_autocast(memory, arithmetic):
     """Backward runs outside of autocast, and its second runs are inside."""
@@ -269,6 +280,63 @@ def test_a_program_inside():
     same(net, [x], [x])
 
 
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = mlp()
+        self.steps = nn.Parameter(torch.arange(WIDTH, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x, count=1):
+        return self.f(x) * self.steps.to(x.dtype) * count
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "exact"])
+def test_whole_numbers(arithmetic):
+    """Weights, streams and outputs that have no gradients."""
+    updates = [
+        rg.Update("k", lambda k: k["n"] * 2, "j"),
+        rg.Update("a", Quantized(), ("b", "k")),
+        rg.Update("b", lambda a: (a * 3).long(), "a"),
+        rg.Update("j", lambda a, k: {"x": a.sin(), "n": k // 2}, ("a", "k")),  # keys in another order than the stream has
+    ]
+    ones = torch.ones(3, WIDTH, dtype=torch.long)
+    streams = {"a": draw(), "b": draw(), "k": ones, "j": {"n": ones + 1, "x": draw()}}
+    net = rg.Reversible(updates, arithmetic=arithmetic)
+    wanted = [streams["a"], streams["b"], streams["j"]["x"], *(p for p in net.parameters() if p.requires_grad)]
+    found = gradients(lambda: compiled(net)(streams), wanted)
+    net.memory = "store"
+    true = gradients(lambda: net(streams), wanted)
+    assert [t.dtype for t in found] == [t.dtype for t in true]
+    assert_same([t.double() for t in found], [t.double() for t in true])
+
+
+def test_a_module_with_two_names():
+    """What is put in place of its parameters is taken back once."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = mlp()
+            self.same, self.beside = self.f, [self.f]
+
+        def forward(self, x):
+            return self.f(self.same(x)) + self.beside[0](x)
+
+    net = rg.ReversibleSequence([(Both(), Both())])
+    same(net, [x := draw()], [x])
+
+
+def test_transforms():
+    """Inside torch.func it runs as store."""
+    net = pairs(2)
+    x = draw(2, 3, WIDTH, grad=False)
+
+    def model(x):
+        return torch.vmap(lambda t: net(t))(x), torch.func.grad(lambda t: net(t).sin().sum())(x)
+
+    assert_same(compiled(model)(x), model(x))
+
+
 def test_no_gradient():
     net = pairs(2)
     x = draw(grad=False)
@@ -319,6 +387,35 @@ def test_what_is_exchanged_is_seen():
         twin.blocks[0].f[1].weight.mul_(2)
     wanted = [x, *(p for p in twin.parameters() if p.requires_grad)]
     assert_same(gradients(lambda: compiled(twin)(x), wanted), gradients(lambda: twin(x), wanted))
+
+
+def test_what_is_exchanged_in_a_list_is_seen():
+    net = rg.Reversible(rg.wirings.leapfrog(mlps(2)))
+    streams = {"a": draw(), "b": draw()}
+    call = compiled(net)
+    for i in range(2):
+        wanted = [*streams.values(), *net.parameters()]
+        assert_same(gradients(lambda: call(streams), wanted), gradients(lambda: net(streams), wanted))
+        net.fns[i] = mlp()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_other_routes_and_names(by_name):
+    """A new route is seen. Side inputs that come and go need one trace each, and no more."""
+    net = rg.ReversibleSequence([(Attend(), Attend())])
+    x, context = draw(2, 3, WIDTH), draw(2, 3, WIDTH)
+    counter = CompileCounterWithBackend("eager")
+    call = torch.compile(net, backend=counter, fullgraph=True)
+    for route in [(True, False), (False, True)]:
+        net.route = {"context": [route]} if by_name else route
+        found = call(x, context=context)
+        assert_same([found], [net(x, context=context)])
+    for turn in range(4):
+        call(x)
+        call(x, context=context)
+        if turn == 1:
+            seen = counter.frame_count
+    assert counter.frame_count == seen
 
 
 def test_keeps_the_final_streams_alone():
@@ -428,18 +525,97 @@ class Statistics(nn.Module):
         return nn.functional.batch_norm(self.lin(x), self.mean, self.var, training=True)
 
 
+class OtherStatistics(Statistics):
+    def forward(self, x):
+        return torch.batch_norm(self.lin(x), None, None, self.mean, self.var, True, 0.1, 1e-5, False)
+
+
+class Assigns(Statistics):
+    def forward(self, x):
+        self.mean = self.mean * 0.9 + x.detach().mean(0)
+        return self.lin(x) - self.mean
+
+
+class EditsList(Statistics):
+    def forward(self, x):
+        torch._foreach_add_([self.mean], 1.0)
+        return self.lin(x) - self.mean
+
+
 class Edits(nn.Module):
     def forward(self, x):
         return x.mul_(2)
 
 
-@pytest.mark.parametrize(
-    "fn", [Counts(), nn.BatchNorm1d(WIDTH).double(), Statistics(), Edits()], ids=["counter", "norm", "functional norm", "source"]
-)
+EDITS = [Counts(), nn.BatchNorm1d(WIDTH).double(), Statistics(), OtherStatistics(), Assigns(), EditsList(), Edits()]
+
+
+@pytest.mark.parametrize("fn", EDITS, ids=lambda fn: type(fn).__name__)
 def test_edits(fn):
     net = rg.Reversible([rg.Update("a", fn, "b")])
     with pytest.raises(Exception, match=r"update 0: a \+= .*edits a buffer or an argument.*without fullgraph=True"):
         compiled(net)({"a": draw(), "b": draw() * 1})
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = mlp()
+        self.register_buffer("scale", draw(WIDTH, grad=False))
+
+    def forward(self, x):
+        return (self.f(x) * self.scale).sin()
+
+
+def test_a_buffer_that_changes():
+    """Between steps it may; between forward and backward it is an error."""
+    f = Scaled()
+    net = rg.ReversibleSequence([(mlp(), f)])
+    x = draw()
+    call = compiled(net, "aot_eager")
+    for _ in range(2):
+        wanted = [x, *net.parameters()]
+        assert_same(gradients(lambda: call(x), wanted), gradients(lambda: net(x), wanted))
+        f.scale.mul_(2)
+    out = call(x)
+    f.scale.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+LATER = {  # and whether it is an error
+    "output": (lambda streams, out, side, net: out["a"].relu_(), True),
+    "side input": (lambda streams, out, side, net: side.mul_(2), True),
+    "buffer": (lambda streams, out, side, net: net.fns[0].scale.mul_(2), True),
+    "stream that is kept": (lambda streams, out, side, net: streams["c"].mul_(2), True),
+    "stream that is recovered": (lambda streams, out, side, net: streams["a"].mul_(2), False),
+    "copy": (lambda streams, out, side, net: (out["a"] * 1).relu_(), False),
+}
+
+
+@pytest.mark.parametrize(("edit", "wrong"), LATER.values(), ids=LATER)
+def test_edits_after_the_net(edit, wrong):
+    """In the same graph, where no version counter is looked at."""
+    updates = [
+        rg.Update("a", Scaled(), "b"),
+        rg.Update("b", lambda a, c, side: (a * c).sin() * side, ("a", "c"), takes="side"),
+    ]
+    net = rg.Reversible(updates)
+    given = {name: draw() for name in "abc"}
+
+    def model(given, side):
+        streams = {name: t * 1 for name, t in given.items()}
+        side = side * 1
+        out = net(streams, side=side)
+        edited = edit(streams, out, side, net)
+        return [*out.values(), edited]
+
+    side, wanted = draw(grad=False), [*given.values(), *net.parameters()]
+    if wrong:
+        with pytest.raises(Exception, match="is edited in place after a reversible net used or returned it"):
+            compiled(model)(given, side)
+        return
+    assert_same(gradients(lambda: compiled(model)(given, side), wanted), gradients(lambda: model(given, side), wanted))
 
 
 def test_a_tensor_that_would_get_no_gradient():
@@ -454,6 +630,24 @@ def test_a_tensor_that_would_get_no_gradient():
         compiled(net)({"a": draw(), "b": draw()})
     scale.requires_grad_(False)
     compiled(net)({"a": draw(), "b": draw()})
+
+
+class Stretched(rg.Rule):
+    def __init__(self):
+        self.by = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+
+    def apply(self, target, out):
+        return target * self.by + out
+
+    def undo(self, target, out):
+        return (target - out) / self.by
+
+
+def test_a_rule_that_would_get_no_gradient():
+    """Also in the last update."""
+    net = rg.Reversible([rg.Update("a", mlp(), "b", rule=Stretched())])
+    with pytest.raises(Exception, match=r"update 0: .*needs a gradient.*side input"):
+        compiled(net)({"a": draw(), "b": draw()})
 
 
 def test_a_tensor_of_the_graph_that_would_get_no_gradient():

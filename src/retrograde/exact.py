@@ -64,21 +64,20 @@ class Exact(Carried):
         ledger.strange = False
         return any(bool((a.isfinite() & ~b.isfinite()).any()) for a, b in zip(self.made, changed.made, strict=True))
 
-    def grads_of(self, grads: list[Any], out: Any, sign: int) -> Any:
-        """For a trace, which differentiates by hand: from the gradients of `made`, the gradient of the `out` that was added."""
-        parts = [out] if self.form.spec is None else self.form.spec.flatten_up_to(out)
+    def heads(self, grads: list[Any]) -> list[Any]:
+        """For a trace, which differentiates by hand: from the gradients of `made`, one for each leaf."""
         rest = iter(grads)
         found = []
-        for part, (_, _, made) in zip(parts, self.leaves(), strict=True):
-            grad, *_ = [next(rest) for _ in made]
-            found.append((grad if sign > 0 else -grad).to(part.dtype))
-        return unflatten(found, self.form.spec)
+        for _, _, made in self.leaves():
+            head, *_ = [next(rest) for _ in made]
+            found.append(head)
+        return found
 
     def grads_to(self, grads: list[Any]) -> list[Any]:
         """For a trace: from the gradients of what fn read, those of `made`."""
         found = []
         for grad, (_, _, made) in zip(grads, self.leaves(), strict=True):
-            found += [grad.to(made[0].dtype), *(None for _ in made[1:])]
+            found += [None if grad is None else grad.to(made[0].dtype), *(None for _ in made[1:])]
         return found
 
     def plus(self, out: Any, sign: int) -> Exact:

@@ -48,8 +48,9 @@ def compile_fns(net: Any, *, lean: float = 0.3, backend: Any = "inductor", dynam
     go to torch.compile. Keys of the state dict stay. Returns the net.
 
     >>> import torch, retrograde as rg
-    >>> net = rg.ReversibleSequence([(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)) for _ in range(2)], memory=rg.Budget(1 << 20))
-    >>> y = rg.compile_fns(net, backend="eager")(torch.randn(3, 4))
+    >>> net = rg.ReversibleSequence([(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)) for _ in range(2)])
+    >>> net = rg.compile_fns(net)
+    >>> net.memory = rg.Budget(3 << 30)
     """
     if not isinstance(lean, (int, float)) or not 0 <= lean <= 1:
         raise ProgramError(f"lean is a share of what a function saves, between 0 and 1, got {lean!r}")

@@ -76,6 +76,11 @@ class Reversible(Net):
     @property
     def program(self) -> Program:
         """The updates, with the modules that stand in `fns` now (they may have been exchanged)."""
+        if torch.compiler.is_dynamo_compiling():
+            _renew(self._key)  # a trace cannot, and goes on to see that it is done
+        return self._current()
+
+    def _current(self) -> Program:
         fns, updates = list(self.fns), self._program.updates
         if any(i is not None and fns[i] is not u.fn for i, u in zip(self._fn_of, updates, strict=True)):
             self._program = Program(u if i is None else replace(u, fn=fns[i]) for i, u in zip(self._fn_of, updates, strict=True))
@@ -153,6 +158,7 @@ class ReversibleSequence(Net):
             raise ProgramError("no blocks: ReversibleSequence needs at least one (f, g)")
         self.route = route
         self._made_of: Any = None
+        self._programs: dict[tuple[str, ...], Program] = {}
 
     def functions(self) -> list[Any]:
         """All functions, each once."""
@@ -167,7 +173,7 @@ class ReversibleSequence(Net):
         self._route = checked_route(route, len(self.blocks))
 
     def _program_for(self, side: Mapping[str, Any]) -> Program:
-        """The updates for these side inputs; made anew when a function was exchanged or other names are given."""
+        """The updates for these side inputs; made anew when a function was exchanged."""
         if isinstance(self.route, Mapping):
             routed = {name for name, pairs in self.route.items() if any(map(any, pairs))}
             stray = side.keys() - routed
@@ -176,15 +182,22 @@ class ReversibleSequence(Net):
                 raise ProgramError(f"no fn takes the side input {names}; routed: {', '.join(sorted(routed)) or 'none'}")
         elif side and not any(self.route):
             raise ProgramError(f"no fn takes side inputs under route={self.route}, got {', '.join(sorted(side))}")
-        made_of = [self.route, *side, *(part for block in self.blocks for part in (block.f, block.g, _has_hooks(block)))]
+        made_of = [self.route, *(part for block in self.blocks for part in (block.f, block.g, _has_hooks(block)))]
         if made_of != self._made_of:
-            self._made_of = made_of
-            self._program = Program(
+            self._made_of, self._programs = made_of, {}
+        names = self._names(side)
+        if names not in self._programs:
+            self._programs[names] = Program(
                 update
                 for depth, block in enumerate(self.blocks)
                 for update in pair(*_functions(depth, block), takes=self._takes(depth, side))
             )
+        self._program = self._programs[names]  # the last one
         return self._program
+
+    def _names(self, side: Mapping[str, Any]) -> tuple[str, ...]:
+        """The side inputs that the updates depend on."""
+        return tuple(side) if isinstance(self.route, Mapping) else ()
 
     def _takes(self, depth: int, side: Mapping[str, Any]) -> list[Any]:
         if isinstance(self.route, Mapping):
@@ -192,14 +205,18 @@ class ReversibleSequence(Net):
         return [ALL if goes else () for goes in self.route]
 
     def forward(self, x: Any, /, **side: Any) -> Any:
+        return self._through(self._either_program(side), x, side, self.memory)
+
+    def _either_program(self, side: Mapping[str, Any]) -> Program:
         traced = torch.compiler.is_dynamo_compiling() and whole_graph()
-        program = self._traced_program(side) if traced else self._program_for(side)
-        return self._through(program, x, side, self.memory)
+        return self._traced_program(side) if traced else self._program_for(side)
 
     def _traced_program(self, side: Mapping[str, Any]) -> Program:
-        """The same in a trace, which depends on the functions that stand in the blocks now."""
-        _prepare(self._key, *side)
-        program = self._program
+        """The same in a trace, which depends on the route and on the functions that stand in the blocks now."""
+        route = self.route
+        pairs = [one for ones in route.values() for one in ones] if isinstance(route, Mapping) else [route]
+        _prepare(self._key, tuple(side), (*route, *(goes for one in pairs for goes in one)))
+        program = self._programs[self._names(side)]
         for depth, block in enumerate(self.blocks):
             if program.updates[2 * depth].fn is not block.f or program.updates[2 * depth + 1].fn is not block.g:
                 refuse(f"block {depth} has hooks, which a trace does not call: compile without fullgraph=True")
@@ -220,7 +237,7 @@ class ReversibleSequence(Net):
 
     def inverse(self, y: Any, /, **side: Any) -> Any:
         """The input of `forward`, from its output."""
-        program = self._program_for(side)
+        program = self._either_program(side)
         if self.merge in ("mean", "sum"):
             raise ProgramError(f"merge={self.merge!r} keeps one number of two, so it cannot be undone. Use merge='cat' or None")
         if self.merge is None and not (isinstance(y, (tuple, list)) and len(y) == 2):
@@ -242,8 +259,14 @@ class ReversibleSequence(Net):
 
 
 @at_trace_time
-def _prepare(net: str, *names: str) -> bool:
+def _prepare(net: str, names: tuple[str, ...], _: tuple[Any, ...]) -> bool:
     make_plan(named(net)._program_for(dict.fromkeys(names)))
+    return True
+
+
+@at_trace_time
+def _renew(net: str) -> bool:
+    named(net)._current()
     return True
 
 

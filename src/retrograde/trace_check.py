@@ -6,8 +6,9 @@ Everything here runs while the compiler traces the program, before there is any 
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -48,8 +49,9 @@ def named(key: str) -> Any:
     return _NAMED[key]
 
 
-_GIVEN: list[Any] = []  # the nodes of the arguments of the Function that is traced
+_GIVEN: dict[Any, bool] = {}  # the nodes of the arguments of the Function that is traced, and whether its backward needs them
 _LOOKED_AT: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many nodes, by the tracer of a Function
+_WATCHED: weakref.WeakKeyDictionary[Any, list[tuple[Tensor, int]]] = weakref.WeakKeyDictionary()  # and versions, by trace
 _INSIDE: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many second runs a trace is in
 
 
@@ -68,10 +70,49 @@ def whole_graph() -> bool:
 
 
 @at_trace_time
-def note_given(count: int) -> bool:
-    """The last so many nodes are the arguments of a Function that follows, each a view."""
-    _GIVEN[:] = [node for node in _output().current_tracer.graph.nodes if node.target == "view_as"][-count:]
+def note_given(kept: tuple[bool, ...]) -> bool:
+    """The last nodes are the arguments of a Function that follows, each a view; whether its backward needs them."""
+    _GIVEN.clear()
+    _GIVEN.update(zip(_last("view_as", len(kept)), kept, strict=True))
+    _watch(node for node, keeps in _GIVEN.items() if keeps)
     return True
+
+
+@at_trace_time
+def note_made(count: int) -> bool:
+    """The last so many nodes are aliases of what a Function returned, and backward needs it."""
+    _watch(_last("detach", count))
+    return True
+
+
+def _last(method: str, count: int) -> list[Any]:
+    return [node for node in _output().current_tracer.graph.nodes if node.target == method][-count:]
+
+
+def _watch(nodes: Iterable[Any]) -> None:
+    """What backward needs must not be edited in what follows: a Function in a trace does not see it."""
+    output = _output()
+    trace = output.root_tracer
+    if trace not in _WATCHED:
+        watched = _WATCHED[trace] = []
+        hooks = output.cleanup_hooks  # called when the trace is complete, or has failed, the first one at last
+        around = sys.exc_info()[1]  # in whose handling the trace may be
+
+        def check() -> None:
+            edited = any(value._version != version for value, version in watched)
+            watched.clear()
+            inside = any(node.target is torch.autograd.grad for node in output.graph.nodes)  # then backward came before
+            failed = sys.exc_info()[1] not in (None, around)
+            if edited and not inside and not failed:
+                hooks.clear()  # all others were called
+                raise ReplayError(
+                    "a stream, a side input, a parameter or a buffer is edited in place after a reversible net used or returned "
+                    "it, and backward needs it as it was. Edit a copy (`out = out.relu()`, not `out.relu_()`)"
+                )
+
+        hooks.insert(0, check)
+    values = [node.meta.get("example_value") for node in nodes]
+    _WATCHED[trace] += [(value, value._version) for value in values if isinstance(value, Tensor)]
 
 
 @at_trace_time
@@ -83,13 +124,19 @@ def second_run(step: int = 0) -> bool:
 
 
 @at_trace_time
+def transformed() -> bool:
+    """Whether the trace is inside a transform of torch.func, which knows no Functions of a trace."""
+    return torch._C._are_functorch_transforms_active()
+
+
+@at_trace_time
 def refuse(message: str, where: str | None = None) -> None:
     raise ProgramError(message, where)
 
 
 @at_trace_time
 def check_update(where: str) -> bool:
-    """fn has just been traced in the forward of a Function."""
+    """An update, fn and rule, has just been traced in the forward of a Function."""
     output = _output()
     tracer = output.current_tracer
     for proxy in tracer.lifted_freevars:
@@ -101,6 +148,7 @@ def check_update(where: str) -> bool:
                 f"parameter. {_REGIONAL}",
                 where,
             )
+    _watch(proxy.node for proxy in tracer.lifted_freevars if proxy.node not in _GIVEN)
     nodes = list(tracer.graph.nodes)
     drawn = [name for node in nodes[_LOOKED_AT.get(tracer, 0) :] if (name := _random(output, node))]
     _LOOKED_AT[tracer] = len(nodes)
@@ -109,9 +157,14 @@ def check_update(where: str) -> bool:
             f"fn draws random numbers ({drawn[0]}), and a trace cannot draw the same again in backward. {_REGIONAL}", where
         )
     changed = tracer.has_input_mutation()
-    if changed.has_mutation or any(map(_moves_statistics, nodes)):
-        raise ReplayError(f"fn edits a buffer or an argument in place, which in a trace would happen twice. {_REGIONAL}", where)
+    if changed.has_mutation or any(map(_edits, nodes)):
+        refuse_edit(where)
     return True
+
+
+@at_trace_time
+def refuse_edit(where: str) -> None:
+    raise ReplayError(f"fn edits a buffer or an argument in place, which in a trace would happen twice. {_REGIONAL}", where)
 
 
 def _random(output: Any, node: Any) -> str | None:
@@ -158,11 +211,16 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _moves_statistics(node: Any) -> bool:
-    """Batch and instance norm move their running statistics without touching a version counter."""
+def _edits(node: Any) -> bool:
+    """Operations that edit without touching a version counter: running statistics of norms, and lists of tensors."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.op != "call_function" or name not in ("batch_norm", "instance_norm"):
+    if node.op != "call_function":
         return False
-    given = [a for a in (*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")) if a is not None]
+    if name.startswith("_foreach_"):
+        return name.partition(".")[0].endswith("_")
+    if "batch_norm" not in name and "instance_norm" not in name:
+        return False
+    first = 1 if node.target in (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm) else 3
+    given = [*node.args[first : first + 2], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
     training = node.kwargs.get("training", node.kwargs.get("use_input_stats", node.args[5] if len(node.args) > 5 else False))
-    return bool(given and training)
+    return bool(training) and any(a is not None for a in given)

@@ -22,30 +22,33 @@ from .arithmetic import check_arithmetic, exact_streams, held_in_sixteen_bits
 from .exact import Exact, carried, read
 from .held import Held
 from .ledger import Ledger
-from .streams import dense, each, flatten, tensors, unflatten
-from .trace_check import at_trace_time, check_update, named, note_given, refuse, second_run
+from .streams import dense, flatten, tensors, unflatten
+from .trace_check import at_trace_time, check_update, named, note_given, note_made, refuse, refuse_edit, second_run, transformed
 from .update import Inverted, Program, Update
 
 
 class Plan:
-    """What the trace needs to know of a program: for each update a module that holds its fn, and the parameters of all."""
+    """What the trace needs to know of a program: for each update a module that holds its fn, and all parameters and buffers."""
 
     def __init__(self, program: Program):
         self.names = sorted(program.names)
         self.where = [errors.at(index, update) for index, update in enumerate(program.updates)]
         self.sixteen = held_in_sixteen_bits(program)
         self.bodies = [_body(index, update) for index, update in enumerate(program.updates)]
-        self.slots: list[tuple[int, tuple[str, ...], str]] = []  # of each distinct parameter: where one that has it keeps it
-        self.own: list[list[tuple[str, int]]] = []  # for each update: the names of its parameters, and slots
+        self.slots: list[tuple[int, tuple[str, ...], str]] = []  # of each distinct one: where a module that has it keeps it
+        self.own: list[list[tuple[str, int]]] = []  # for each update: the names of its own, and slots
         known: dict[int, int] = {}
         for index, body in enumerate(self.bodies):
             self.own.append([])
-            for name, p in body.named_parameters(remove_duplicate=False):
-                if id(p) not in known:
-                    known[id(p)] = len(self.slots)
-                    *path, last = name.split(".")
-                    self.slots.append((index, tuple(path), last))
-                self.own[-1].append((name, known[id(p)]))
+            for prefix, module in body.named_modules():  # each once, though it may have several names
+                path = prefix.split(".") if prefix else []
+                for last, t in (*module._parameters.items(), *module._buffers.items()):
+                    if t is None:
+                        continue
+                    if id(t) not in known:
+                        known[id(t)] = len(self.slots)
+                        self.slots.append((index, tuple(path), last))
+                    self.own[-1].append((".".join([*path, last]), known[id(t)]))
 
 
 class _Holder(nn.Module):
@@ -95,7 +98,7 @@ def run(program: Any, streams: Any, side: Any, memory: Any, arithmetic: str) -> 
     _prepare(program.key if isinstance(program, Program) else None, tuple(streams), tuple(side))
     plan = program.plan
     check_arithmetic(arithmetic)
-    inside = second_run() or not torch.is_grad_enabled()
+    inside = second_run() or transformed() or not torch.is_grad_enabled()
     state = {name: dense(value) if name in plan.names and not inside else value for name, value in streams.items()}
     stretches = policies.plan(memory, len(program.updates), state)
     exact = exact_streams(arithmetic, program, state)
@@ -146,6 +149,7 @@ class Job:
         self.side_leaves: list[Any] = []  # with None for tensors
         self.side_needs: list[bool] = []  # whether each tensor among them needs a gradient
         self.side_spec: Any = None
+        self.own_needs: list[bool] = []
         self.modes: list[Any] = []
 
     def state(self, rest: Any) -> dict[str, Any]:
@@ -178,20 +182,24 @@ def _reverse(program: Any, plan: Plan, start: int, stop: int, state: Any, side: 
     given_side = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     job.side_needs = [t.requires_grad for t in given_side]
     job.modes = _modes(given)
-    own = [_parameter(plan.bodies[index], path, name) for index, path, name in plan.slots]
+    own = [_own(plan.bodies[index], path, name) for index, path, name in plan.slots]
+    job.own_needs = [t.requires_grad for t in own]
     views = [t.view_as(t) for t in (*given, *given_side, *own)]
-    note_given(len(views))
+    kept = [keeps or name not in targets for name, (count, _) in job.specs.items() for _ in range(count)]
+    note_given((*kept, *(True for _ in views[len(kept) :])))
     made = _Stretch.apply(job, *views)
+    if not keeps:
+        note_made(len([t.detach() for t in made]))
     rest = iter(made)
     for name in job.targets:
         count, spec = job.specs[name]
         state[name] = unflatten([next(rest) for _ in range(count)], spec)
 
 
-def _parameter(body: Any, path: tuple[str, ...], name: str) -> Tensor:
+def _own(body: Any, path: tuple[str, ...], name: str) -> Tensor:
     for part in path:
         body = body._modules[part]
-    return body._parameters[name]
+    return body._parameters[name] if name in body._parameters else body._buffers[name]
 
 
 def _modes(given: list[Tensor]) -> list[tuple[str, bool, torch.dtype]]:
@@ -219,9 +227,9 @@ class _Stretch(torch.autograd.Function):
         for index in range(job.start, job.stop):
             update = job.program.updates[index]
             out = _call(job, index, own, [read(state[name]) for name in update.sources], side)
-            check_update(job.plan.where[index])
             out = _fitting(job.plan, index, update, state[update.target], out)
             state[update.target] = update.rule.apply(state[update.target], out)
+            check_update(job.plan.where[index])
         ctx.job = job
         kept = before if job.keeps else state
         ctx.save_for_backward(*[t for name in job.specs for t in tensors(kept[name])], *side_tensors, *own)
@@ -234,10 +242,15 @@ class _Stretch(torch.autograd.Function):
 
 
 def _call(job: Job, index: int, own: list[Tensor], sources: list[Any], side: Any) -> Any:
-    """fn, with these tensors for its parameters: functional_call, without its long search for tied ones."""
+    """fn, with these tensors for its parameters and buffers: functional_call, without its long search for tied ones."""
     update, body = job.program.updates[index], job.plan.bodies[index]
-    with _reparametrize_module(body, {name: own[slot] for name, slot in job.plan.own[index]}):
-        return body(*sources, **update.side_inputs(side))
+    held = {name: own[slot] for name, slot in job.plan.own[index]}
+    with _reparametrize_module(body, held):
+        out = body(*sources, **update.side_inputs(side))
+    for name, slot in job.plan.own[index]:
+        if held[name] is not own[slot]:  # what stands there after the call
+            refuse_edit(job.plan.where[index])
+    return out
 
 
 def _backward(job: Job, saved: list[Tensor], grads: list[Tensor]) -> tuple[Any, ...]:
@@ -269,42 +282,45 @@ def _back(
     update = job.program.updates[index]
     sign = -1 if isinstance(update.rule, Inverted) else 1
     names = list(dict.fromkeys(update.sources))
-    slots = list(dict.fromkeys(slot for _, slot in job.plan.own[index]))
+    slots = list(dict.fromkeys(slot for _, slot in job.plan.own[index] if job.own_needs[slot]))
     needed = [i for i, needs in enumerate(job.side_needs) if needs]
     seen = {name: flatten(read(state[name])) for name in names}
+    after = state[update.target]
 
     def again(leaves: list[Tensor], mine: list[Tensor], theirs: list[Tensor]) -> Any:
         rest = iter(leaves)
-        values = {name: unflatten([next(rest) for _ in flat], spec) for name, (flat, spec) in seen.items()}
+        values = {name: unflatten([next(rest) if _smooth(t) else t for t in flat], spec) for name, (flat, spec) in seen.items()}
         parameters = list(own)
         for slot, t in zip(slots, mine, strict=True):
             parameters[slot] = t
         given = list(side_tensors)
         for i, t in zip(needed, theirs, strict=True):
             given[i] = t
-        return _call(job, index, parameters, [values[name] for name in update.sources], job.side(given))
+        out = _call(job, index, parameters, [values[name] for name in update.sources], job.side(given))
+        parts = _partners(after, out) if update.rule.additive else flatten(out)[0]
+        return [part if _smooth(part) else part.to(torch.float32) for part in parts], out
 
-    leaves = [t for flat, _ in seen.values() for t in flat]
+    leaves = [t for flat, _ in seen.values() for t in flat if _smooth(t)]
     second_run(1)
-    out, pull, *_ = vjp(again, leaves, [own[slot] for slot in slots], [side_tensors[i] for i in needed])
+    made: Any = vjp(again, leaves, [own[slot] for slot in slots], [side_tensors[i] for i in needed], has_aux=True)
     second_run(-1)
-    after = state[update.target]
+    parts, pull, out = made
     before = after if job.keeps else update.rule.undo(after, out)
     state[update.target] = before
     given = grad[update.target]
-    if isinstance(after, Exact):
-        of_out = after.grads_of(given, out, sign)
-    elif update.rule.additive:
-        of_out = each(lambda g, part: (g if sign > 0 else -g).to(part.dtype), unflatten(given, flatten(after)[1]), out)
+    if update.rule.additive:
+        heads = after.heads(given) if isinstance(after, Exact) else given
+        of_parts = [(g if sign > 0 else -g).to(part.dtype) for g, part in zip(heads, parts, strict=True)]
     else:
         _, back, *_ = vjp(update.rule.apply, before, out)
         of_before, of_out = back(unflatten(given, flatten(after)[1]))
         grad[update.target] = flatten(of_before)[0]
-    of_leaves, of_mine, of_theirs = pull(of_out)
+        of_parts = flatten(of_out)[0]
+    of_leaves, of_mine, of_theirs = pull(of_parts)
     rest = iter(of_leaves)
     for name in names:
         flat = seen[name][0]
-        found = [next(rest) for _ in flat]
+        found = [next(rest) if _smooth(t) else None for t in flat]
         if isinstance(state[name], Exact):
             found = state[name].grads_to(found)
         grad[name] = [_sum(a, b) for a, b in zip(grad[name], found, strict=True)]
@@ -312,6 +328,17 @@ def _back(
         of_own[slot] = _sum(of_own[slot], g)
     for i, g in zip(needed, of_theirs, strict=True):
         of_side[i] = _sum(of_side[i], g)
+
+
+def _partners(value: Any, out: Any) -> list[Tensor]:
+    """The leaves of what was added to a stream, in the order of the stream's own."""
+    spec = value.form.spec if isinstance(value, Exact) else flatten(value)[1]
+    return [out] if spec is None else spec.flatten_up_to(out)
+
+
+def _smooth(t: Tensor) -> bool:
+    """Whether there are gradients of such numbers."""
+    return t.is_floating_point() or t.is_complex()
 
 
 def _sum(a: Any, b: Any) -> Any:
