@@ -9,6 +9,8 @@ from support import REPLAYED, WIDTH, assert_same, draw, gradients, loss_of, para
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from retrograde.replay import Draws
+
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEPTH = 3
 
@@ -201,3 +203,20 @@ def test_cuda_dropout(memory):
         results[-1].append(torch.rand(5, device="cuda"))
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 623, 624, 625, 1248, 6240])
+@pytest.mark.parametrize("kind", [torch.rand, torch.randn], ids=["rand", "randn"])
+def test_however_many_numbers_are_drawn_the_state_has_moved(kind, count):
+    """A look at its two ends tells, also where the position of the generator is what it was."""
+    for generator in (torch.default_generator, torch.Generator()):
+        generator.manual_seed(0)
+        for _ in range(3):
+            draws = Draws([generator])
+            before, after = draws.since()
+            assert before is after
+            kind(count, generator=generator)
+            before, after = draws.since()
+            assert before != after
+            assert draws.moved(before)
+            assert not draws.moved(after)

@@ -385,7 +385,7 @@ class Run:
                         rule.apply(record.target_again(before), out)
                 finally:
                     _pop_hooks()
-                moved = calm and context.draws.now(drawn_before) != drawn_before
+                moved = calm and context.draws.moved(drawn_before)
             except BaseException:
                 context.draws.settle(drawn_after, present)
                 raise

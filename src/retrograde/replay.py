@@ -15,27 +15,36 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-_LOCAL = threading.local()
+_autocast_cache, _set_autocast_cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+_grad, _set_grad = torch.is_grad_enabled, torch._C._set_grad_enabled
+_has_key, _transformed = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._are_functorch_transforms_active
+
+
+class _Local(threading.local):
+    depth = 0  # of second runs inside of second runs
+
+
+_LOCAL = _Local()
 
 
 def replaying() -> bool:
     """True inside a second run: fn is being run again in backward, to recompute what its gradient needs."""
-    return getattr(_LOCAL, "depth", 0) > 0
+    return _LOCAL.depth > 0
 
 
 def begin_again(then: list[Any]) -> tuple[Any, ...]:
     """From here on fn is run again: `replaying()` is true, grad is on, modes are as then, and no transform is around."""
     stack = None
-    if torch._C._dispatch_tls_is_dispatch_key_included(_VMAP) or torch._C._are_functorch_transforms_active():
+    if _has_key(_VMAP) or _transformed():
         stack = contextlib.ExitStack()
         stack.enter_context(_outside_vmap())
     now = modes()
     if now != then:
         _switch(now, then)
-    around = now, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), stack
-    torch.set_autocast_cache_enabled(False)  # as in the forward pass
-    torch._C._set_grad_enabled(True)
-    _LOCAL.depth = getattr(_LOCAL, "depth", 0) + 1
+    around = now, _autocast_cache(), _grad(), stack
+    _set_autocast_cache(False)  # as in the forward pass
+    _set_grad(True)
+    _LOCAL.depth += 1
     return around
 
 
@@ -43,8 +52,8 @@ def end_again(then: list[Any], around: tuple[Any, ...]) -> None:
     """All that as it was before."""
     now, caching, grad, stack = around
     _LOCAL.depth -= 1
-    torch._C._set_grad_enabled(grad)
-    torch.set_autocast_cache_enabled(caching)
+    _set_grad(grad)
+    _set_autocast_cache(caching)
     if now != then:
         _switch(then, now)
     if stack is not None:
@@ -85,6 +94,29 @@ def _mark(generator: torch.Generator) -> Any:
     state = generator.get_state()
     whole = _STATE if generator is torch.default_generator else ctypes.c_char * state.numel()
     return whole.from_address(state.data_ptr()).raw
+
+
+_ENDS = ctypes.c_char * 64
+
+
+def _moved(found: list[torch.Generator], marks: list[Any]) -> bool:
+    """Whether one of the generators is in another state than that. A look at both ends of a long state is enough.
+
+    In front are seed, position and the first words, which are all new when the position comes round; behind is the second
+    of a pair of normal numbers. To compare all 5000 bytes for each update would leave less of the cache to fn.
+    """
+    for generator, mark in zip(found, marks, strict=False):
+        if isinstance(mark, tuple) or len(mark) < 128:
+            if _mark(generator) != mark:
+                return True
+        else:
+            state = generator.get_state()
+            start = state.data_ptr()
+            if not mark.startswith(_ENDS.from_address(start).raw):
+                return True
+            if not mark.endswith(_ENDS.from_address(start + len(mark) - 64).raw):
+                return True
+    return False
 
 
 def _set(generator: torch.Generator, mark: Any) -> None:
@@ -130,10 +162,14 @@ class Draws:
     def since(self) -> tuple[list[Any], list[Any]]:
         """The states before and after what ran since the last call."""
         before = self.marks
-        now = [_mark(g) for g in self.generators]
-        if now != before:
+        if _moved(self.generators, before):
+            now = [_mark(g) for g in self.generators]
             self.marks = [old if old == new else new for old, new in zip(before, now, strict=True)]
         return before, self.marks
+
+    def moved(self, marks: list[Any]) -> bool:
+        """Whether a generator is in another state than that."""
+        return _moved(self.generators, marks)
 
     def put_back(self, marks: list[Any] | None = None) -> None:
         """After an exception: the states from before the run, or those."""
