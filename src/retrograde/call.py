@@ -13,6 +13,7 @@ from .streams import tensors
 from .update import Update
 
 Streams: TypeAlias = dict[str, Any]
+_USUAL = frozenset((Tensor,))
 
 observer: Callable[..., None] | None = None  # rg.check looks over the engine's shoulder through this
 
@@ -28,16 +29,14 @@ def sources_of(update: Update, state: Streams) -> list[Any]:
 def call(index: int, update: Update, state: Streams, sources: list[Any], side: Mapping[str, Any], mode: Any = None) -> Any:
     """fn's output, under a mode if one is given; the streams and the side inputs are as they were, or it is an error."""
     kwargs = update.side_inputs(side)
-    watched: list[Tensor] = []
-    for value in sources:
-        watched += (value,) if isinstance(value, Tensor) else tensors(value)
-    for name, value in state.items():
-        if name not in update.sources or isinstance(value, Exact):  # what fn reads is watched already, unless it reads a copy
-            watched += (value,) if isinstance(value, Tensor) else tensors(value)
-    for value in kwargs.values():
-        watched += (value,) if isinstance(value, Tensor) else tensors(value)
-    own = [t for t in watched if not t.is_inference()]
-    versions = [t._version for t in own]
+    own: list[Any] = [*sources, *state.values(), *kwargs.values()]
+    if not _USUAL.issuperset(map(type, own)):
+        own = [t for value in own for t in tensors(value) if not t.is_inference()]
+    try:
+        versions = [t._version for t in own]
+    except RuntimeError:  # inference tensors have none
+        own = [t for t in own if not t.is_inference()]
+        versions = [t._version for t in own]
     try:
         if mode is None:
             out = update.fn(*sources, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -125,9 +126,12 @@ def left_behind(record: Record) -> errors.ReplayError:
     )
 
 
+look = attrgetter("shape", "dtype", "device")
+
+
 def describe(store: list[Any], known: list[list[Any]]) -> list[Any]:
     """(shape, dtype, device) of each; equal lists are the same object, as many objects would keep gc busy."""
-    meta = [(t.shape, t.dtype, t.device) for t in store]
+    meta = list(map(look, store))
     for other in known:
         if other == meta:
             return other

@@ -36,13 +36,14 @@ from .exact import Exact
 from .forms import use_lean
 from .held import version_of
 from .purse import Purse
-from .record import Record, check_captured, describe, difference_of, no_reader, packer, reader
+from .record import Record, check_captured, describe, difference_of, look, no_reader, packer, reader
 from .replay import begin_again, end_again, modules_called
 from .sight import Sight
 from .streams import detached, each, flatten, tensors, unflatten
 from .update import Update
 from .walks import Walk, enrol, retire
 
+_task = torch._C._current_graph_task_id
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks  # type: ignore[attr-defined]
@@ -74,7 +75,7 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch._C._current_graph_task_id() not in ctx.run.walks:
+        if _task() not in ctx.run.walks:
             ctx.run.begin(ctx.run.top())
         if not _keep_graph():
             ctx.vault = None  # as autograd lets go of what a node has saved
@@ -235,7 +236,7 @@ class Run:
 
     def entered(self, walk: Walk, saved: list[Tensor]) -> Walk:
         """The walk as that of the graph task that is running, if one is."""
-        task = torch._C._current_graph_task_id()
+        task = _task()
         if task >= 0:
             self.walks[task] = walk
             enrol(walk)
@@ -276,7 +277,7 @@ class Run:
         if not _LOCK.acquire(False) and not _LOCK.acquire(timeout=_PATIENCE):
             raise errors.stuck(record.where)
         try:
-            walk = self.walks.get(torch._C._current_graph_task_id())
+            walk = self.walks.get(_task())
             if walk is None or walk.at < number or not walk.state:
                 walk = self.another(number)
             walk.clear()
@@ -287,7 +288,7 @@ class Run:
                     self.again(walk, walk.at - 1)
                 record.ready = self.again(walk, number)
             except BaseException:
-                self.walks.pop(torch._C._current_graph_task_id(), None)
+                self.walks.pop(_task(), None)
                 raise
             walk.filled = record
             walk.finished = number == self.lowest
@@ -404,7 +405,7 @@ class Run:
                 walk.marks = drawn_before if present == drawn_before else None
         finally:
             end_again(context.modes, around)
-        if [(t.shape, t.dtype, t.device) for t in values] != record.meta:
+        if list(map(look, values)) != record.meta:
             difference = difference or difference_of(record.meta, describe(values, context.known))
         if swap.clamped:
             difference = difference or swap.difference()
