@@ -9,7 +9,7 @@ demo: .venv/installed  # a second thread gains a third on such small tensors, an
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
 test: lint
-	$(TEST) -q
+	$(TEST) -q --numprocesses 2 --dist loadfile
 
 test-slow: .venv/installed
 	$(TEST) -q -m slow
