@@ -20,7 +20,7 @@ from torch import Tensor
 import retrograde as rg
 
 from .measure import in_turns
-from .meter import LiveBytes
+from .meter import LiveBytes, peak_on_cuda
 from .model import checkpointed, transformer, under
 from .report import Report, Row, origin, save
 
@@ -71,12 +71,7 @@ class Bench:
         self.clear()
         gc.collect()
         if self.device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            step()
-            torch.cuda.synchronize()
-            return torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_allocated()
+            return peak_on_cuda(step)
         before = self.x.nbytes + sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for p in self.net.parameters())
         with LiveBytes() as meter:
             step()

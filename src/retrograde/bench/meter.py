@@ -60,6 +60,17 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
+def peak_on_cuda(step: Callable[[], object]) -> tuple[int, int]:
+    """Peak bytes of a step over what is there before it, and the peak of everything, by the allocator."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    return peak - before, peak
+
+
 def peak_on_cpu(step: Callable[[], object]) -> int:
     """Peak bytes that a step allocates on the CPU, by torch's profiler: it sees the buffers of compiled functions too.
 

@@ -22,7 +22,7 @@ import torch
 
 from ..cli.given import Refused, told
 from .measure import in_turns
-from .meter import peak_on_cpu
+from .meter import peak_on_cpu, peak_on_cuda
 from .sketch import sketch
 from .subject import DTYPES, forward_of, input_of, net_of, preallocate
 
@@ -78,15 +78,10 @@ def seed(number: int) -> None:
 def peak(step: Callable[[], object], device: str, kept: int) -> tuple[int, int]:
     """Peak bytes over what is there before the step, and the peak of everything."""
     gc.collect()
-    if device != "cuda":
-        activations = peak_on_cpu(step)
-        return activations, kept + activations
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_allocated()
+    if device == "cuda":
+        return peak_on_cuda(step)
+    activations = peak_on_cpu(step)
+    return activations, kept + activations
 
 
 def captured(step: Callable[[], object]) -> tuple[int, int, Callable[[], object]]:
@@ -96,15 +91,13 @@ def captured(step: Callable[[], object]) -> tuple[int, int, Callable[[], object]
         step()
     torch.cuda.current_stream().wait_stream(side)
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    return peak - before, peak, graph.replay
+
+    def capture() -> None:
+        with torch.cuda.graph(graph):
+            step()
+
+    return *peak_on_cuda(capture), graph.replay
 
 
 def outcome(asked: dict[str, Any]) -> dict[str, Any]:
