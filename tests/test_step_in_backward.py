@@ -169,3 +169,8 @@ def test_a_parameter_that_a_later_second_run_needs_is_told():
     rg.step_in_backward(torch.optim.SGD([*net.parameters()], lr=0.1))
     with pytest.raises(rg.ReplayError, match="was changed between the forward pass and backward"):
         net(torch.randn(2, 4, requires_grad=True)).sum().backward()
+
+
+def test_what_is_no_optimizer():
+    with pytest.raises(rg.ProgramError, match="takes an optimizer of torch, got a Linear"):
+        rg.step_in_backward(nn.Linear(2, 2))

@@ -44,6 +44,8 @@ class StepInBackward:
     """What `step_in_backward` returns; also a context manager that removes itself."""
 
     def __init__(self, optimizer: Optimizer):
+        if not isinstance(optimizer, Optimizer):
+            raise ProgramError(f"step_in_backward takes an optimizer of torch, got a {type(optimizer).__name__}")
         if isinstance(optimizer, LBFGS):
             raise ProgramError("LBFGS needs all gradients at once, so it cannot step inside backward")
         self.optimizer = optimizer

@@ -20,7 +20,7 @@ from .capture import draws
 from .errors import ProgramError, ReplayError
 
 F = TypeVar("F", bound=Callable[..., Any])
-_REGIONAL = "Compile without fullgraph=True, or compile the functions one by one (`block.f = torch.compile(block.f)`)"
+_REGIONAL = "Compile without fullgraph=True, or compile the functions one by one: rg.compile_fns(net)"
 # Parts of the names of torch's functions that may draw random numbers; whether one does is then seen by calling it.
 _SUSPECTS = (
     "attention", "bernoulli", "binomial", "cauchy", "dirichlet", "drop", "exponential", "fractional", "gamma", "geometric", "gru",

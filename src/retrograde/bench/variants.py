@@ -66,7 +66,8 @@ def chosen(every: Iterable[Variant], patterns: Sequence[str]) -> list[Variant]:
     every = list(every)
     for pattern in patterns:
         if not any(fnmatchcase(v.name, pattern) for v in every):
-            raise ValueError(f"no variant is called {pattern!r}, there are: {', '.join(v.name for v in every)}")
+            more = "; --budget 3GiB adds budget-3GiB" if "budget" in pattern else ""
+            raise ValueError(f"no variant is called {pattern!r}, there are: {', '.join(v.name for v in every)}{more}")
 
     def wanted(variant: Variant) -> bool:
         if variant.name in patterns or variant.name == REFERENCE:

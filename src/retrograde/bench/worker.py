@@ -108,8 +108,8 @@ def outcome(asked: dict[str, Any]) -> dict[str, Any]:
         return {"failed": "refused", "detail": str(refusal)}
     except Exception as error:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
-            return {"failed": "out of memory", "detail": told(error)}
-        return {"failed": type(error).__name__, "detail": told(error)}
+            return {"failed": "out of memory", "detail": told(error, 600)}
+        return {"failed": type(error).__name__, "detail": told(error, 600)}
 
 
 def leave_with_parent() -> None:

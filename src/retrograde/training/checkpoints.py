@@ -124,4 +124,5 @@ def read(path: Path) -> Kept:
 
 
 def _damaged(path: Path, why: str) -> TrainingError:
-    return TrainingError(f"{path} is damaged or no checkpoint of retrograde train ({why}); without it the one before is used")
+    way_out = "if it is one of a run, delete it to go on from the one before"
+    return TrainingError(f"{path} is damaged or no checkpoint of retrograde train ({why}); {way_out}")
