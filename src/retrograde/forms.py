@@ -6,6 +6,7 @@ third. Everywhere else the full form runs.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import types
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from torch import nn
 from .errors import ProgramError
 
 _LOCAL = threading.local()
+_COUNT = itertools.count()
 
 
 def use_lean(lean: bool) -> bool:
@@ -31,6 +33,7 @@ class Forms:
 
     def __init__(self, fn: nn.Module, full: Callable[..., Any], lean: Callable[..., Any]):
         self.fn, self.full, self.lean = fn, full, lean
+        self.number = next(_COUNT)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         form = self.lean if getattr(_LOCAL, "lean", False) else self.full
@@ -39,6 +42,14 @@ class Forms:
 
 def two_forms(fns: Iterable[Any]) -> bool:
     return any(isinstance(getattr(fn, "_compiled_call_impl", None), Forms) for fn in fns)
+
+
+def looks(program: Any) -> Iterable[Any]:
+    """What decides, besides the inputs, what the functions of a program save: how they are compiled, and their flags."""
+    for fn in dict.fromkeys(update.fn for update in program.updates if isinstance(update.fn, nn.Module)):
+        yield getattr(fn._compiled_call_impl, "number", None)
+        yield from (part.training for part in fn.modules())
+        yield from (p.requires_grad for p in fn.parameters())
 
 
 def compile_fns(net: Any, *, lean: float = 0.3, backend: Any = "inductor", dynamic: bool | None = None) -> Any:
