@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -173,6 +174,30 @@ def test_other_words_are_refused():
         rg.Budget("all")
 
 
+class Scaled(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.scale, self.p = nn.Parameter(torch.ones(64).double()), p
+
+    def forward(self, x):
+        return nn.functional.dropout((x * self.scale).exp().log(), self.p)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("rows", [[64], [2, 64]], ids=str)
+def test_dropout_is_the_same_in_both_directions(backend, rows, monkeypatch):
+    """The gradient of a linear function with dropout tells its mask; torch's partitioner would draw another one in backward."""
+    monkeypatch.setattr(purse.Learned, "_choose", lambda self, *_: setattr(self, "stored", 1))  # in the lean form
+    net = rg.Reversible([rg.Update("a", Scaled(0.5), "b")], memory=rg.Budget(1 << 30), arithmetic="float")
+    rg.compile_fns(net, backend=backend)
+    for _ in range(4):
+        net.zero_grad()
+        out = net({"a": torch.zeros(*rows).double(), "b": torch.ones(*rows).double()})["a"]
+        out.square().sum().backward()
+        true = 2 * out.detach().square()
+        assert torch.allclose(net.fns[0].scale.grad, true if len(rows) == 1 else true.sum(0))
+
+
 # -- programs inside of programs ---------------------------------------------------------------------------------------
 
 
@@ -300,3 +325,29 @@ def test_a_net_that_has_learned_can_be_copied():
     twin = pickle.loads(pickle.dumps(copy.deepcopy(net)))
     assert not twin._program_for({}).learned
     same_as_store(twin, draw(), 1)
+
+
+def test_while_another_thread_compiles(monkeypatch):
+    """`torch.compiler.is_compiling` is of the whole process, and true then."""
+    net = net_of(1)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert torch.compiler.is_compiling()
+    same_as_store(net, draw(), 1)
+
+
+def test_threads_share_what_is_learned():
+    net = rg.compile_fns(net_of(2, memory=rg.Budget(1 << 30)), backend="eager")
+    x, failed = draw(), []
+
+    def work():
+        try:
+            same_as_store(net, x)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from .capture import draws
 from .errors import ProgramError
 
 _LOCAL = threading.local()
@@ -96,7 +98,32 @@ def _saving(backend: Any, share: float | None) -> Callable[..., Any]:
         from torch._dynamo.backends.registry import lookup_backend
         from torch._functorch import config
 
-        with config.patch(activation_memory_budget=1.0 if share is None else share):  # type: ignore[attr-defined]
+        whole = share is None or _draws(graph, inputs)
+        with config.patch(activation_memory_budget=1.0 if whole else share):  # type: ignore[attr-defined]
             return lookup_backend(backend)(graph, inputs)
 
     return compile_graph
+
+
+class _Listening(TorchDispatchMode):
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drew = self.drew or draws(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _draws(graph: Any, inputs: Any) -> bool:
+    """Whether a graph draws random numbers, as far as a run without data tells.
+
+    Under a small activation_memory_budget torch computes dropout anew in backward, with other random numbers: wrong gradients.
+    """
+    from torch._guards import detect_fake_mode
+
+    fake = detect_fake_mode(inputs)
+    if fake is None:
+        return True
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # those of the run that compiles see nothing of it
+    with hooks, fake, _Listening() as listening:
+        graph(*(fake.from_tensor(t) if isinstance(t, Tensor) and not fake.is_our_fake(t) else t for t in inputs))
+    return listening.drew
