@@ -327,12 +327,16 @@ def test_a_net_that_has_learned_can_be_copied():
     same_as_store(twin, draw(), 1)
 
 
-def test_while_another_thread_compiles(monkeypatch):
+@pytest.mark.parametrize("arithmetic", ["auto", "exact"])
+def test_while_another_thread_compiles(arithmetic, monkeypatch):
     """`torch.compiler.is_compiling` is of the whole process, and true then."""
-    net = net_of(1)
+    net = net_of(1, arithmetic=arithmetic)
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     assert torch.compiler.is_compiling()
     same_as_store(net, draw(), 1)
+    if arithmetic == "exact":
+        with pytest.raises(rg.OutOfRange):
+            net(1e30 * draw())
 
 
 def test_threads_share_what_is_learned():
