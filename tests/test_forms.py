@@ -1,6 +1,8 @@
 """rg.compile_fns: functions in two forms, and budgets that choose between them; Budget("auto")."""
 
 import copy
+import pickle
+import threading
 
 import pytest
 import torch
@@ -170,3 +172,186 @@ def test_auto_leaves_room_for_gradients():
 def test_other_words_are_refused():
     with pytest.raises(rg.ProgramError, match='1 or more, or "auto"'):
         rg.Budget("all")
+
+
+class Scaled(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.scale, self.p = nn.Parameter(torch.ones(64).double()), p
+
+    def forward(self, x):
+        return nn.functional.dropout((x * self.scale).exp().log(), self.p)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("rows", [[64], [2, 64]], ids=str)
+def test_dropout_is_the_same_in_both_directions(backend, rows, monkeypatch):
+    """The gradient of a linear function with dropout tells its mask; torch's partitioner would draw another one in backward."""
+    monkeypatch.setattr(purse.Learned, "_choose", lambda self, *_: setattr(self, "stored", 1))  # in the lean form
+    net = rg.Reversible([rg.Update("a", Scaled(0.5), "b")], memory=rg.Budget(1 << 30), arithmetic="float")
+    rg.compile_fns(net, backend=backend)
+    for _ in range(4):
+        net.zero_grad()
+        out = net({"a": torch.zeros(*rows).double(), "b": torch.ones(*rows).double()})["a"]
+        out.square().sum().backward()
+        true = 2 * out.detach().square()
+        assert torch.allclose(net.fns[0].scale.grad, true if len(rows) == 1 else true.sum(0))
+
+
+# -- programs inside of programs ---------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    """A program as a function of another."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.net = rg.compile_fns(net_of(1, **options), backend="aot_eager")
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return self.net(x)
+
+
+def same_as_store(net, x, passes=4):
+    plain = copy.deepcopy(net)
+    for part in plain.modules():
+        if isinstance(part, (rg.Reversible, rg.ReversibleSequence)):
+            part.memory = "store"
+    true = gradients(lambda: plain(x), [x, *plain.parameters()])
+    for _ in range(passes):
+        assert_same(gradients(lambda: net(x), [x, *net.parameters()]), true)
+
+
+@pytest.mark.parametrize("memory", ["reverse", rg.Budget(1 << 30)], ids=str)
+def test_a_program_inside_of_a_lean_function_runs_in_its_own_form(memory):
+    net = rg.ReversibleSequence([(Inner(memory=memory), Inner(memory=memory)) for _ in range(2)], memory=rg.Budget(1 << 30))
+    same_as_store(rg.compile_fns(net, backend="eager"), draw(5, WIDTH))
+
+
+@pytest.mark.parametrize("limit", [1 << 30, "auto"])
+def test_a_program_that_is_run_again_does_not_change_its_plan(limit, monkeypatch):
+    """The inner program learns and the free memory shrinks while the outer one runs it again."""
+    free = iter([*[1 << 40] * 10, *[1 << 39] * 10])  # less in the third pass, when the inner one is run again
+    monkeypatch.setattr(engine, "free_bytes", lambda *_: next(free))
+    inner = Inner(memory=rg.Budget(limit))
+    same_as_store(rg.ReversibleSequence([(inner, Chain()), (Chain(), inner)]), draw(5, WIDTH))
+
+
+# -- what was learned holds for what it was learned on -----------------------------------------------------------------
+
+
+def test_outputs_are_no_sources():
+    """As under every policy: the gradient of an output is that of what is done with it, before and after sizes are known."""
+    net = rg.Reversible(rg.wirings.leapfrog([Chain(), Chain()]), memory=rg.Budget(1 << 30))
+    rg.compile_fns(net, backend="eager")
+    for _ in range(4):
+        out = net({"a": draw(), "b": draw()})
+        assert torch.autograd.grad(loss_of(out["b"]), out["a"], allow_unused=True) == (None,)
+        assert torch.autograd.grad(loss_of(net({"a": draw(), "b": draw()})["a"]), out["b"], allow_unused=True) == (None,)
+
+
+class Wide(nn.Module):
+    """Saves what depends on the side input."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.drop = nn.Linear(WIDTH, WIDTH).double(), nn.Dropout(0.5)
+
+    def forward(self, x, context, whole=False):
+        rows = context if whole else context[:1]
+        return self.drop(self.lin(x)).sin() + (rows @ x.sum(0)).sin().exp().sum()
+
+
+CHANGES = {
+    "a longer side input": lambda net, side: side.update(context=draw(500, WIDTH, grad=False)),
+    "a side input with a gradient": lambda net, side: side["context"].requires_grad_(),
+    "a flag": lambda net, side: side.update(whole=True),
+    "parameters": lambda net, side: net.blocks[0].f.lin.requires_grad_(False),
+    "evaluation": lambda net, side: net.eval(),
+    "exact arithmetic": lambda net, side: setattr(net, "arithmetic", "exact"),
+    "compiled again": lambda net, side: rg.compile_fns(net, backend="eager", lean=0.9),
+    "autocast": None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_sizes_is_learned_anew(change):
+    net = rg.ReversibleSequence([(Wide(), Wide())], route=(True, True), memory=rg.Budget(1 << 30), arithmetic="float")
+    rg.compile_fns(net, backend="eager")
+    side = {"context": draw(5, WIDTH, grad=False), "whole": False}
+    x = draw()
+    learned = net._program_for(side).learned
+    for _ in range(3):
+        net(x, **side)
+    assert [len(one.sizes) for one in learned.values()] == [2]
+    if change == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            net(x, **side)
+    else:
+        CHANGES[change](net, side)
+        net(x, **side)
+    assert [len(one.sizes) for one in learned.values()] == [2, 1]
+
+
+def test_no_more_is_kept_than_some_sizes():
+    net = rg.compile_fns(
+        rg.ReversibleSequence([(nn.Tanh(), nn.Tanh())], memory=rg.Budget(1 << 30)), backend="eager", dynamic=True
+    )
+    for rows in range(2, 400):
+        net(torch.ones(rows, 2, requires_grad=True))
+    learned = net._program_for({}).learned
+    assert 50 < len(learned) < 300
+    net.blocks[0].f._compiled_call_impl = net.blocks[0].g._compiled_call_impl = None
+    learned.clear()
+    net(torch.ones(3, 2, requires_grad=True))
+    assert not learned  # there is nothing to learn
+
+
+def test_auto_is_not_held_to_what_was_too_little(monkeypatch):
+    net = net_of(1, memory=rg.Budget("auto"))
+    x = draw()
+    monkeypatch.setattr(engine, "free_bytes", lambda *_: 1)
+    with pytest.raises(rg.ProgramError, match="too small"):
+        net(x)
+    monkeypatch.undo()
+    same_as_store(net, x, 1)
+
+
+def test_a_net_that_has_learned_can_be_copied():
+    net = rg.compile_fns(net_of(1, memory=rg.Budget(1 << 30)), backend="eager")
+    for _ in range(3):
+        net(draw())
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(net)))
+    assert not twin._program_for({}).learned
+    same_as_store(twin, draw(), 1)
+
+
+@pytest.mark.parametrize("arithmetic", ["auto", "exact"])
+def test_while_another_thread_compiles(arithmetic, monkeypatch):
+    """`torch.compiler.is_compiling` is of the whole process, and true then."""
+    net = net_of(1, arithmetic=arithmetic)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert torch.compiler.is_compiling()
+    same_as_store(net, draw(), 1)
+    if arithmetic == "exact":
+        with pytest.raises(rg.OutOfRange):
+            net(1e30 * draw())
+
+
+def test_threads_share_what_is_learned():
+    net = rg.compile_fns(net_of(2, memory=rg.Budget(1 << 30)), backend="eager")
+    x, failed = draw(), []
+
+    def work():
+        try:
+            same_as_store(net, x)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed

@@ -38,7 +38,7 @@ def exact_streams(name: str, program: Any, streams: dict[str, Any]) -> list[str]
         return []
     targets = dict.fromkeys(update.target for update in program.updates)
     if name == "auto":
-        held = program.plan.sixteen if torch.compiler.is_compiling() else None  # a trace knows it already
+        held = program.plan.sixteen if torch.compiler.is_dynamo_compiling() else None  # a trace knows it already
         if not _sixteen_bits(program, streams, held):
             return []
         other = {update.target for update in program.updates if not update.rule.additive}

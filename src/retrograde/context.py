@@ -49,6 +49,12 @@ class Context:
             if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
                 raise errors.ProgramError("fn changed a list or a dict among the side inputs. Let it return what it has to tell")
 
+    def looks(self, streams: Iterable[Tensor]) -> Iterable[Any]:
+        """What decides what fns save, as far as it is known before they run: shapes and flags, but no numbers."""
+        yield from ((t.shape, t.dtype, t.device, t.requires_grad) for t in (*streams, *self.tensors))
+        yield from (o if isinstance(o, (bool, str)) else type(o) for o in self.others)
+        yield from self.modes
+
     def _inside(self) -> list[Tensor]:
         """The tensors inside of side inputs that are objects of some class. What fns compute and leave there is not meant."""
         return [t for thing in self.opaque for t in Held(thing).own_tensors() if t.grad_fn is None]

@@ -16,13 +16,16 @@ from .arithmetic import check_arithmetic, exact_streams
 from .call import Streams, call, fitting, sources_of
 from .context import Context
 from .exact import Exact, carried, read
-from .forms import two_forms, use_lean
+from .forms import looks, two_forms, use_lean
 from .ledger import Ledger
 from .purse import Learned, Purse, free_bytes
 from .recover import Run
 from .streams import dense, each, tensors
 from .trace_check import at_trace_time, named, whole_graph
 from .update import Program, Update
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_SIZES = 256  # so many inputs of different sizes are remembered
 
 
 def run(
@@ -104,15 +107,15 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
         state[name] = carried(state[name], ledger)
     needed = any(kind != "store" for kind, _, _ in stretches)
     with _no_cast_cache(), _all_or_nothing(side, needed, wary=arithmetic == "auto") as context:
-        start = 0
+        start, plain = 0, False
         for kind, count, limit in stretches:
-            _STRETCH[kind](program, range(start, start + count), state, side, context, limit)
+            plain = _STRETCH[kind](program, range(start, start + count), state, side, context, limit)
             start += count
         if context is not None:
             context.check_side()
     for name in exact:
         state[name] = read(state[name])
-    if stretches[-1][0] != "reverse":  # what the caller gets is no source of the last updates, under any policy
+    if plain:  # what the caller gets is no source of the last updates, under any policy
         for name in {update.target for update in program.updates}:
             state[name] = each(lambda t: t.view_as(t) if t.requires_grad else t, state[name])
     ledger.close(t for name in exact for t in tensors(state[name]))
@@ -139,21 +142,22 @@ def _transformed() -> bool:
 # -- the kinds of stretches --------------------------------------------------------------------------------------------
 
 
-def _store(program: Program, indices: range, state: Streams, side: Streams, _: Any, __: Any) -> None:
+def _store(program: Program, indices: range, state: Streams, side: Streams, _: Any, __: Any) -> bool:
     """Ordinary autograd."""
     for index in indices:
         update = program.updates[index]
         target = state[update.target]
         out = call(index, update, state, sources_of(update, state), side)
         state[update.target] = update.rule.apply(target, fitting(index, update, target, out))
+    return True
 
 
-def _reverse(program: Program, indices: range, state: Streams, side: Streams, context: Context, limit: Any) -> None:
+def _reverse(program: Program, indices: range, state: Streams, side: Streams, context: Context, limit: Any) -> bool:
     """Keep the final streams alone; with a limit, also what the last updates saved."""
     if limit is not None:
-        _within(limit, program, indices, state, side, context)
-    else:
-        _walkable(program, indices, state, context)
+        return _within(limit, program, indices, state, side, context)
+    _walkable(program, indices, state, context)
+    return False
 
 
 def _walkable(
@@ -170,26 +174,38 @@ def _walkable(
         made.keep_finals(state)
 
 
-def _within(limit: int | str, program: Program, indices: range, state: Streams, side: Streams, context: Context) -> None:
-    """What fits into a budget is stored. Of functions in two forms, compiled for these sizes, what they save is known in time."""
+def _within(limit: int | str, program: Program, indices: range, state: Streams, side: Streams, context: Context) -> bool:
+    """What fits into a budget is stored. Of functions in two forms, compiled for these sizes, what they save is known in time.
+
+    Returns whether the last updates run as ordinary autograd.
+    """
     wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
     room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
     streams = [t for name in program.names for t in tensors(state[name])]
-    key = (limit, len(indices), *((t.shape, t.dtype) for t in streams))
+    forms = two_forms(update.fn for update in program.updates)
+    if not forms and not isinstance(limit, str):  # nothing to learn
+        _walkable(program, indices, state, context, Purse(limit, streams, room))
+        return False
+    key = (limit, room, len(indices), *context.looks(streams), *(looks(program) if forms else ()))
     learned = program.learned.setdefault(key, Learned())
+    while len(program.learned) > _SIZES:
+        program.learned.pop(next(iter(program.learned)), None)
     if isinstance(limit, str):
         free = free_bytes(program, streams)
         if learned.free is None or free < learned.free:  # what fitted may not fit now
             program.learned[key] = learned = Learned(free)
         limit = learned.free or free
-    if not two_forms(update.fn for update in program.updates):
-        _walkable(program, indices, state, context, Purse(limit, streams, room))
-        return
-    if len(learned.sizes) < 2:
+    learns = forms and _top_hooks(False) is None  # under hooks it may be run again, and must not have another plan then
+    if not learns or len(learned.sizes) < 2:
         purse = Purse(limit, streams, room)
-        _walkable(program, indices, state, context, purse, lean=bool(learned.sizes))
-        learned.look_at(purse)
-        return
+        try:
+            _walkable(program, indices, state, context, purse, lean=learns and len(learned.sizes) == 1)
+        except BaseException:
+            program.learned.pop(key, None)
+            raise
+        if learns:
+            learned.look_at(purse)
+        return False
     first = indices.stop - learned.stored
     middle = indices.stop - learned.full
     if first > indices.start:
@@ -200,12 +216,14 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
             _store(program, part, state, side, None, None)
         finally:
             use_lean(before)
+    return learned.stored > 0
 
 
-def _checkpoint(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> None:
+def _checkpoint(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> bool:
     """Keep the sources of each update: a run of its own for each, and nothing to undo."""
     for index in indices:
         Run(context, keeps_sources=True).forward(index, program.updates[index], state)
+    return True
 
 
 _STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint}

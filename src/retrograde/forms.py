@@ -6,17 +6,21 @@ third. Everywhere else the full form runs.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from .capture import draws
 from .errors import ProgramError
 
 _LOCAL = threading.local()
+_COUNT = itertools.count()
 
 
 def use_lean(lean: bool) -> bool:
@@ -31,6 +35,7 @@ class Forms:
 
     def __init__(self, fn: nn.Module, full: Callable[..., Any], lean: Callable[..., Any]):
         self.fn, self.full, self.lean = fn, full, lean
+        self.number = next(_COUNT)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         form = self.lean if getattr(_LOCAL, "lean", False) else self.full
@@ -39,6 +44,14 @@ class Forms:
 
 def two_forms(fns: Iterable[Any]) -> bool:
     return any(isinstance(getattr(fn, "_compiled_call_impl", None), Forms) for fn in fns)
+
+
+def looks(program: Any) -> Iterable[Any]:
+    """What decides, besides the inputs, what the functions of a program save: how they are compiled, and their flags."""
+    for fn in dict.fromkeys(update.fn for update in program.updates if isinstance(update.fn, nn.Module)):
+        yield getattr(fn._compiled_call_impl, "number", None)
+        yield from (part.training for part in fn.modules())
+        yield from (p.requires_grad for p in fn.parameters())
 
 
 def compile_fns(net: Any, *, lean: float = 0.3, backend: Any = "inductor", dynamic: bool | None = None) -> Any:
@@ -86,7 +99,32 @@ def _saving(backend: Any, share: float | None) -> Callable[..., Any]:
         from torch._dynamo.backends.registry import lookup_backend
         from torch._functorch import config
 
-        with config.patch(activation_memory_budget=1.0 if share is None else share):  # type: ignore[attr-defined]
+        whole = share is None or _draws(graph, inputs)
+        with config.patch(activation_memory_budget=1.0 if whole else share):  # type: ignore[attr-defined]
             return lookup_backend(backend)(graph, inputs)
 
     return compile_graph
+
+
+class _Listening(TorchDispatchMode):
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drew = self.drew or draws(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _draws(graph: Any, inputs: Any) -> bool:
+    """Whether a graph draws random numbers, as far as a run without data tells.
+
+    Under a small activation_memory_budget torch computes dropout anew in backward, with other random numbers: wrong gradients.
+    """
+    from torch._guards import detect_fake_mode
+
+    fake = detect_fake_mode(inputs)
+    if fake is None:
+        return True
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # those of the run that compiles see nothing of it
+    with hooks, fake, _Listening() as listening:
+        graph(*(fake.from_tensor(t) if isinstance(t, Tensor) and not fake.is_our_fake(t) else t for t in inputs))
+    return listening.drew

@@ -24,7 +24,7 @@ def _kernels() -> Any:
 
 
 def usable(t: Tensor) -> bool:
-    return torch.compiler.is_compiling() or (
+    return torch.compiler.is_dynamo_compiling() or (
         t.device.type == "cuda"
         and type(t) in (Tensor, torch.nn.Parameter)
         and not torch._C._are_functorch_transforms_active()
@@ -47,7 +47,7 @@ def split(t: Tensor, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
 
 def plus(high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
     """`part`, rounded to the grid, added or subtracted; with a ledger, what leaves the range is written down there."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _in_trace(high, low, part, sign)
     if torch.is_grad_enabled() and (high.requires_grad or part.requires_grad):
         return _Plus.apply(high, low, part, sign, ledger)  # type: ignore[return-value]

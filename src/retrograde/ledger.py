@@ -30,7 +30,7 @@ class Ledger:
     def within(self, t: Tensor, bits: int = GRID) -> Tensor:
         """`t`, if it is within the limit. A finite value beyond it is an error, and until that can be told, NaN."""
         told = (
-            not torch.compiler.is_compiling()
+            not torch.compiler.is_dynamo_compiling()
             and type(t) is Tensor
             and not t.is_meta
             and not torch._C._are_functorch_transforms_active()

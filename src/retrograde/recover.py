@@ -123,8 +123,7 @@ class Run:
             pack = self.purse.watching(pack, [*sight.held.own_tensors(), *context.tensors])
         self.live = live
         record.lean = self.lean
-        if record.lean:
-            use_lean(True)
+        form = use_lean(self.lean)  # a program may be inside of a fn in the other form
         try:
             _push_hooks(pack, self.unpacker(record))
             try:
@@ -149,8 +148,7 @@ class Run:
         finally:
             live.clear()  # the graph holds on to the hook, and these hold on to the graph
             self.live = None
-            if record.lean:
-                use_lean(False)
+            use_lean(form)
         record.drawn = context.draws.since()
         record.given = drawn if drawn is not None and drawn.kept else None
         self.records.append(record)
@@ -364,8 +362,7 @@ class Run:
             drawn_before, drawn_after = record.drawn
             present = drawn_before if calm else context.draws.again(drawn_before)
             record.running = True
-            if record.lean:
-                use_lean(True)
+            form = use_lean(record.lean)
             try:
                 sources = record.sources_again(state)
                 if record.numbered:
@@ -392,8 +389,7 @@ class Run:
                 raise
             finally:
                 record.running = False
-                if record.lean:
-                    use_lean(False)
+                use_lean(form)
                 swap.undo()
                 values = list(store)
                 store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
