@@ -11,6 +11,7 @@ from test_imports import loaded_by
 
 from retrograde.bench import depth as bench
 from retrograde.bench import exact, language, training
+from retrograde.bench.measure import in_turns
 from retrograde.bench.overhead import overhead
 from retrograde.bench.report import Report, save
 
@@ -221,3 +222,11 @@ def test_bad_sizes_of_the_language_model(arguments, capsys):
         language.main(arguments.split())
     assert left.value.code == 2
     assert capsys.readouterr().err
+
+
+def test_quartiles_lie_within_what_was_measured(monkeypatch):
+    """Of two measurements far apart, too: none is below the shortest, let alone below zero."""
+    clock = iter([0.0, 1.0, 1.0, 10.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    found = in_turns({"step": lambda: None}, rounds=2, burn_in=0)["step"]
+    assert (found.low, found.median, found.high) == (3.0, 5.0, 7.0)

@@ -294,7 +294,14 @@ def test_exit_code_1_where_nothing_was_measured(here, capsys):
 
 def test_an_interrupt_ends_the_worker_and_shows_what_there_is(here):
     command = [sys.executable, "-m", "retrograde", "bench", *SIZES, "--block", "blocks:sleepy", "--variants", "reverse"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=here,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for what it runs in the background
+    )
     for _ in range(1000):
         if (here / "asleep").exists() and (here / "asleep").read_text():
             break

@@ -36,7 +36,7 @@ def in_turns(variants: Mapping[str, Callable[[], object]], rounds: int = 30, bur
             _wait()
             if turn >= burn_in:
                 times[name].append(time.perf_counter() - start)
-    quartiles = {name: statistics.quantiles(seconds, n=4) for name, seconds in times.items()}
+    quartiles = {name: statistics.quantiles(seconds, n=4, method="inclusive") for name, seconds in times.items()}
     return {name: Timing(median=q[1], low=q[0], high=q[2]) for name, q in quartiles.items()}
 
 
