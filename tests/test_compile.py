@@ -113,6 +113,24 @@ def test_inductor_matrix(memory, split, dynamic, compiled):
     same_as_plain(Model(split), memory, "inductor", dynamic, compiled, tolerance=1e-4)
 
 
+class Plain(nn.Module):
+    """Without a length: `torch.compile(module)` has one that fails then."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = branch()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_functions_of_a_class_of_ones_own():
+    model = Model("copy")
+    for block in model.net.blocks:
+        block.f, block.g = Plain(), Plain()
+    same_as_plain(model, "reverse", "aot_eager", False, each_fn)
+
+
 @pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("compiled", [each_fn, whole])
 def test_dropout(compiled, memory):

@@ -184,8 +184,7 @@ class ReversibleSequence(Net):
             raise ProgramError(f"no fn takes side inputs under route={self.route}, got {', '.join(sorted(side))}")
         made_of = [self.route]
         for block in self.blocks:
-            own = block._modules  # past the slow `__getattr__` of modules
-            made_of += (own.get("f") or block.f, own.get("g") or block.g, _has_hooks(block))
+            made_of += (block.f, block.g, _has_hooks(block))
         if made_of != self._made_of:
             self._made_of, self._programs = made_of, {}
         names = self._names(side)
