@@ -1,6 +1,8 @@
 """rg.step_in_backward against ordinary stepping: the same weights, no gradients that pile up, and what it refuses."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -174,3 +176,24 @@ def test_a_parameter_that_a_later_second_run_needs_is_told():
 def test_what_is_no_optimizer():
     with pytest.raises(rg.ProgramError, match="takes an optimizer of torch, got a Linear"):
         rg.step_in_backward(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_nothing_outlives_the_model(kept):
+    """The collector does not look into post-accumulate hooks: one that holds its optimizer would hold the parameters for ever."""
+
+    def trained_once():
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        stepping = rg.step_in_backward(optimizer)
+        if not kept:  # it goes on stepping
+            del stepping, optimizer
+            gc.collect()
+        before = model.weight.detach().clone()
+        model(torch.ones(2, 4)).sum().backward()
+        assert not torch.equal(before, model.weight)
+        return weakref.ref(model.weight)
+
+    weight = trained_once()
+    gc.collect()
+    assert weight() is None

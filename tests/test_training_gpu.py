@@ -27,15 +27,17 @@ def test_step_in_backward_follows_ordinary_steps(tmp_path):
 
 def test_resumes(tmp_path):
     whole = trained(tmp_path / "whole", **CUDA)[0]
-    settings = tiny(tmp_path / "parts", **CUDA)
-    train(replace(settings, steps=4))
+    settings = tiny(tmp_path / "parts", save_every=4, **CUDA)
+    train(settings)
+    (settings.out / "checkpoints" / f"step-{settings.steps:08d}.pt").unlink()  # as if killed before it was written
     train(replace(settings, resume=True))
-    assert losses(settings.out)[4:] == pytest.approx(whole[4:], abs=5e-2)  # the cosine of the first part was shorter
+    assert losses(settings.out) == pytest.approx(whole, abs=1e-2)
 
 
 def test_activations_are_flat_in_depth(tmp_path):
     def kept(depth):
-        return kept_by(build(tiny(tmp_path, depth=depth, **CUDA)), ("store", "reverse"), rows=8, autocast=True)
+        sizes = {**CUDA, "width": 256, "context": 512}  # the allocator may count a megabyte too much
+        return kept_by(build(tiny(tmp_path, depth=depth, **sizes)), ("store", "reverse"), rows=8, autocast=True)
 
     shallow, deep = kept(4), kept(16)
     assert deep["reverse"] == pytest.approx(shallow["reverse"], rel=0.1)

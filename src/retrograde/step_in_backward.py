@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import ProgramError
 
-_OWNER: Any = WeakIdKeyDictionary()  # parameter: the StepInBackward that steps it
+_OWNER: Any = WeakIdKeyDictionary()  # parameter: weakly, the StepInBackward that steps it
 
 
 def step_in_backward(optimizer: Optimizer) -> StepInBackward:
@@ -56,9 +57,16 @@ class StepInBackward:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._refuse_taken(parameters)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(self._refuse_step)]
+        me = weakref.ref(self)
+
+        def step(p: Tensor) -> None:  # the collector does not look into these hooks: the other one keeps self alive
+            owner = me()
+            assert owner is not None
+            owner._step(p)
+
         for p in parameters:
-            _OWNER[p] = self
-            self._handles += [p.register_hook(self._whole(p)), p.register_post_accumulate_grad_hook(self._step)]
+            _OWNER[p] = me
+            self._handles += [p.register_hook(self._whole(p)), p.register_post_accumulate_grad_hook(step)]
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._next  # type: ignore[method-assign]
 
@@ -70,7 +78,7 @@ class StepInBackward:
             self._handles.clear()
             self.optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
             for p, owner in list(_OWNER.items()):
-                if owner is self:
+                if owner() is self:
                     del _OWNER[p]
 
     def __enter__(self) -> StepInBackward:

@@ -62,7 +62,11 @@ def mismatch(value: Any, other: Any) -> str | None:
         if isinstance(value, dict) and isinstance(other, dict) and value.keys() != other.keys():
             return f"fn returned the keys {sorted(map(str, other))}, the stream has {sorted(map(str, value))}"
         return f"fn returned another tree than the stream's ({error})"
-    return next((why for a, b in zip(flat, partners, strict=True) if (why := leaf_mismatch(a, b))), None)
+    for a, b in zip(flat, partners, strict=True):
+        why = leaf_mismatch(a, b)
+        if why:
+            return why
+    return None
 
 
 def leaf_mismatch(a: Tensor, b: Any) -> str | None:
