@@ -233,7 +233,8 @@ class _Stretch(torch.autograd.Function):
         ctx.job = job
         kept = before if job.keeps else state
         ctx.save_for_backward(*[t for name in job.specs for t in tensors(kept[name])], *side_tensors, *own)
-        return tuple(t for name in job.targets for t in tensors(state[name]))
+        # views, as torch 2.11 loses the gradient of an output that an operation returned unchanged, like `.to` of the same dtype
+        return tuple(t.view_as(t) for name in job.targets for t in tensors(state[name]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
