@@ -17,8 +17,8 @@ test-slow: .venv/installed
 test-peers: .venv/peers
 	$(TEST) -q -m peers tests/peers
 
-docs: .venv/installed  # into site/; open site/index.html. A warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+docs: .venv/installed  # into site/; open site/index.html. A warning is an error (with --quiet none would be counted)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/installed
 	$(BIN)/ruff check .

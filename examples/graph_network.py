@@ -4,7 +4,7 @@ The channels of the nodes are split into groups, one stream for each, and `rg.wi
 s0 += f0(s1 + s2 + …), s1 += f1(s0), s2 += f2(s1), … The graph goes to every function as a side input. Few nodes have a label,
 and what a node knows of itself is mostly noise: the network must look at many neighbours.
 
-    python examples/graph_network.py                        # about a minute on two CPU cores
+    python examples/graph_network.py                        # about half a minute on two CPU cores
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A block splits the channels into two halves: x1 += f(x2), x2 += g(x1), where f and g are convolutions with BatchNorm. Running
 statistics move once per step although f and g run twice. Between stages an ordinary layer halves the picture.
 
-    python examples/image_classifier.py                     # about a minute on two CPU cores
+    python examples/image_classifier.py                     # about half a minute on two CPU cores
     python examples/image_classifier.py --depth 16 --memory store
 """
 

@@ -3,7 +3,7 @@
 500 reversible blocks of two layers each. Backward recovers the input of every layer from its output, so nothing in between is
 kept. The last layer of each function starts small, so that a thousand of them together start as a gentle function.
 
-    python examples/thousand_layers.py                      # one to two minutes on two CPU cores
+    python examples/thousand_layers.py                      # about a minute on one CPU core
     python examples/thousand_layers.py --layers 4000 --steps 5
 """
 

@@ -4,7 +4,7 @@ Each modality has a pair of streams, and `rg.wirings.cross` lets the pairs look 
 x1 += f(x2, m2), x2 += k(x1) for sight, m1 += j(m2, x2), m2 += g(m1) for sound. A picture is a row of patches of different
 kinds; a sound is a tone whose pitch names a place in it. Neither alone tells the answer.
 
-    python examples/two_modalities.py                       # about a minute on two CPU cores
+    python examples/two_modalities.py                       # about half a minute on two CPU cores
 """
 
 from __future__ import annotations
