@@ -3,12 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 TEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-peers lint format clean
+.PHONY: demo test test-slow test-peers docs lint format clean
 
 demo: .venv/installed  # a second thread gains a third on such small tensors, and costs five times that on a busy machine
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
-test: lint
+test: lint docs
 	$(TEST) -q --numprocesses 2 --dist loadfile
 
 test-slow: .venv/installed
@@ -16,6 +16,9 @@ test-slow: .venv/installed
 
 test-peers: .venv/peers
 	$(TEST) -q -m peers tests/peers
+
+docs: .venv/installed  # into site/; open site/index.html. A warning is an error (with --quiet none would be counted)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -29,7 +32,7 @@ format: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,test,docs]'
 	touch $@
 
 .venv/peers: .venv/installed
@@ -37,4 +40,4 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv site .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,30 @@
+"""Every example trains, at a small size, and prints how much less it keeps than ordinary autograd would."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+SMALL = {
+    "graph_network": "--depth 3 --width 32 --nodes 200 --steps 15",
+    "image_classifier": "--depth 2 --channels 8 --batch 32 --steps 40",
+    "thousand_layers": "--layers 60 --batch 64 --steps 40",
+    "two_modalities": "--depth 2 --width 32 --batch 64 --steps 100",
+}
+
+
+def test_all_examples_are_tested():
+    """The demo is tested with the command that it runs."""
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*SMALL, "demo"}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_trains_and_keeps_little(name, capsys):
+    losses = runpy.run_path(str(FOLDER / f"{name}.py"))["main"](SMALL[name].split())
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4]), losses
+    said = capsys.readouterr().out
+    kept = {policy: float(mib) for policy, mib in re.findall(r"under (\w+) +([\d.]+) MiB", said)}
+    assert kept["reverse"] < 0.5 * kept["store"], said
+    assert kept["reverse"] <= kept["checkpoint"], said
