@@ -18,6 +18,7 @@ from ..bench.report import beside, size
 from ..errors import RetrogradeError
 from ..planning.plan import Plan, Row, make_plan
 from ..planning.predict import WAYS, Planner
+from ..planning.subject import takes
 from .given import Refused, at_least, byte_size, load, writable
 from .screen import console, progress
 
@@ -170,6 +171,8 @@ def drawing(options: Options) -> Callable[[Plan, Planner], None]:
     path = options.plot
     if path is None:
         return lambda plan, planner: None
+    if not takes({"model": options.model, "shape": options.shape}, "depth"):
+        raise Refused(f"--plot draws the peak against depth, and --model {options.model} takes no depth")
     from ..planning.picture import draw
 
     return lambda plan, planner: draw(plan, planner, path)
@@ -204,8 +207,8 @@ def name_of(row: Row, setting: dict[str, Any]) -> str:
     if row.way == "compile":
         return f"torch.compile, budget {setting['compile_budget']:g}"
     if row.way == "budget" and row.predicted:
-        blocks = f"{row.predicted.stored:.0f} of {setting['depth']} blocks stored"
-        return f"Budget of {size(row.predicted.budget)}, {blocks}"
+        blocks = f", {row.predicted.stored:.0f} of {setting['depth']} blocks stored" if takes(setting, "depth") else ""
+        return f"Budget of {size(row.predicted.budget)}{blocks}"
     return "Budget" if row.way == "budget" else row.way
 
 

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 WIDEST_HEAD = 256  # of CUDA's fused attention
+DROPOUT = 10  # where multi_head_attention_forward is told of it
 IN_FLOAT32 = {  # by autocast on CUDA, and not on the CPU
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
     "pow", "square", "softplus", "layer_norm", "rms_norm", "group_norm", "norm", "dist", "cdist", "cosine_similarity", "softmax",
@@ -42,6 +43,8 @@ class AsOnCuda(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if name == "scaled_dot_product_attention":
             return _attention(func, *args, **kwargs)
+        if name == "multi_head_attention_forward" and not kwargs.get("need_weights", True):
+            return func(*args[:DROPOUT], 0.0, *args[DROPOUT + 1 :], **kwargs)
         return func(*args, **kwargs)
 
 

@@ -31,7 +31,7 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
     top = min(highest, FAR * s["memory"]) if s["memory"] else highest  # what is far beyond the memory need not be seen
     unit, name = (2**30, "GiB") if top >= 2**30 else (2**20, "MiB")
     figure = Figure(figsize=(7, 4), dpi=200, facecolor="white")
-    axes = figure.add_axes((0.085, 0.19, 0.70, 0.66))
+    axes = figure.add_axes((0.085, 0.19, 0.68, 0.66))
     axes.set_xlim(0, depths[-1])
     axes.set_ylim(0, max(top, 1.2 * (s["memory"] or 0)) / unit * 1.05)
     for way, line in lines.items():
@@ -56,7 +56,13 @@ def _label(axes: Axes, lines: dict[str, list[tuple[int, int]]], unit: int) -> No
     top = axes.get_ylim()[1]
     beside = 0.0
     for way, line in sorted(lines.items(), key=lambda pair: pair[1][-1][1]):
-        look = {"color": color_of(way), "fontsize": 9, "weight": "bold", "annotation_clip": False, "textcoords": "offset points"}
+        look = {
+            "color": color_of(way),
+            "fontsize": 8.5,
+            "weight": "bold",
+            "annotation_clip": False,
+            "textcoords": "offset points",
+        }
         depth, peak = line[-1]
         if peak / unit <= top:
             y = max(peak / unit, beside)

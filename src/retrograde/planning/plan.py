@@ -53,7 +53,8 @@ class Plan:
         shape = s["shape"][1:] or [s["seq"], *([] if s["model"] else [s["dim"]])]
         precision = s["dtype"] if s["autocast"] == "none" else f"{s['dtype']} with {s['autocast']} autocast"
         each = f" on each of {s['devices']} devices" if s["devices"] > 1 else ""
-        return f"{net}, depth {s['depth']}, input {' × '.join(map(str, [s['batch'], *shape]))}{each}, {precision}"
+        depth = f"depth {s['depth']}, " if takes(s, "depth") else ""
+        return f"{net}, {depth}input {' × '.join(map(str, [s['batch'], *shape]))}{each}, {precision}"
 
     def held(self) -> str:
         """What all ways share, in a line."""

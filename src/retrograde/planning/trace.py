@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ..bench.meter import LiveBytes
@@ -20,6 +21,7 @@ from .as_on_cuda import AsOnCuda, workspace
 from .partitioned import partition
 
 WINDOWS = 3  # before the first gradient of a parameter, until half of them are there, after that
+_DEVICE = torch.ops.prim.device.default
 Made = tuple[nn.Module, tuple[Any, ...]]  # a model, and what it is called with
 
 
@@ -52,6 +54,8 @@ class _Meter(LiveBytes):
         self.highest: dict[int, int] = {0: inputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # asked for all the time
+            return func(*args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.cuda:
             self.note(workspace(func, args))
@@ -148,7 +152,7 @@ def _step(model: nn.Module, args: tuple[Any, ...], device: str, autocast: torch.
         with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
             loss = loss_of(model(*args))
         kept = meter.live
-        torch.autograd.backward([loss])  # Tensor.backward would put AsOnCuda aside
+        torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))  # from a tensor, it would put AsOnCuda aside
     for hook in hooks:
         hook.remove()
     return Traced(
