@@ -80,20 +80,20 @@ class Planner:
         """The peak of a step, gradients counted with this share."""
         return max(self.along(way, sizes, lambda t, w=w: t.windows(share)[w]) for w in range(WINDOWS))
 
-    def fixed(self, sizes: Sizes) -> dict[str, int]:
-        """What does not depend on the way."""
+    def fixed(self, sizes: Sizes, way: str = "reverse") -> dict[str, int]:
+        """What does not depend on the way; a step of this one is traced for it."""
         count = OPTIMIZERS[self.setting["optimizer"]][0]
         own, trainable, buffers = (
-            self.along("store", sizes, lambda t, name=name: getattr(t, name)) for name in ("parameters", "trainable", "buffers")
+            self.along(way, sizes, lambda t, name=name: getattr(t, name)) for name in ("parameters", "trainable", "buffers")
         )
         return {
             "parameters": round(own * self.shares + buffers),
             "gradients": round(trainable * self.shares),
             "states": round(count * trainable * self.shares),
-            "gathered": self.gathered(own, trainable, sizes),
+            "gathered": self.gathered(own, trainable, sizes, way),
         }
 
-    def gathered(self, own: float, trainable: float, sizes: Sizes) -> int:
+    def gathered(self, own: float, trainable: float, sizes: Sizes, way: str) -> int:
         """Whole for a moment under FSDP2, where each block is a unit: parameters of two blocks, the one at work and the next,
         gradients of one and their flat copy for the reduce-scatter, and what is in no block, all the time."""
         if self.setting["devices"] == 1:
@@ -101,13 +101,13 @@ class Planner:
         depth, seq, batch = sizes
         if not self.deepens:  # where its blocks are is not known
             return round(own + trainable)
-        low, high = (self.trace("store", at, seq, batch) for at in (LOW, HIGH))
+        low, high = (self.trace(way, at, seq, batch) for at in (LOW, HIGH))
         block, trained = ((getattr(high, n) - getattr(low, n)) / (HIGH - LOW) for n in ("parameters", "trainable"))
         return round(2 * (block + trained) + own - depth * block + trainable - depth * trained)
 
     def at(self, way: str, sizes: Sizes, budget: int | None = None) -> Predicted:
         """The way at these sizes; raises TooSmall."""
-        fixed = self.fixed(sizes)
+        fixed = self.fixed(sizes, "reverse" if way == "budget" else way)
         grads = self.setting["grads"]
         share = self.shares if grads == "none" else 0.0
         stored, policy = 0.0, way
@@ -169,7 +169,7 @@ class Planner:
         except BudgetTooSmall as error:
             raise TooSmall(str(error)) from error
         stored = less + max(0.0, found.kept - self.trace("reverse", few, seq, batch).kept) / block if block > 0 else 0.0
-        trainable = self.along("store", sizes, lambda t: t.trainable) - found.trainable
+        trainable = self.along("reverse", sizes, lambda t: t.trainable) - found.trainable
         first = found.trainable / few
         start = max(others + share * there for there, others in found.highest.items() if there <= first) + less * block
         return max(start, *(others + share * (there + trainable) for there, others in found.highest.items() if there)), stored
