@@ -254,7 +254,7 @@ def test_the_large_case_by_the_command(tmp_path):
 def test_the_command(here, capsys, monkeypatch):
     without = tuple(way for way in WAYS if way != "compile")
     monkeypatch.setattr("retrograde.planning.plan.WAYS", without)  # splits of a function take a second at each size
-    sizes = "--device cpu --dim 32 --heads 2 --seq 16 --batch 2 --depth 4 --gpu-memory 2MiB"
+    sizes = "--device cpu --dim 32 --heads 2 --seq 16 --batch 2 --depth 2 --gpu-memory 2MiB"
     assert app.main(["plan", *sizes.split(), "--json", "plan.json"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -317,7 +317,7 @@ def test_refusals(arguments, message, here, capsys):
 
 
 def test_a_budget_that_is_too_small_is_a_row(capsys):
-    sizes = "--device cpu --dim 32 --heads 2 --seq 64 --batch 2 --depth 5 --budget 1KiB"
+    sizes = "--device cpu --dim 32 --heads 2 --seq 8 --batch 2 --depth 1 --budget 1KiB"
     assert app.main(["plan", *sizes.split()]) == 0
     assert "rg.Budget(1024) is too small" in capsys.readouterr().out
 

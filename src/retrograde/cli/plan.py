@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def run(options: Options) -> int:
         except RetrogradeError as error:
             raise Refused(str(error)) from error
     if options.json:
-        told = {"command": " ".join(["retrograde", "plan", *sys.argv[2:]]), **plan.told()}
+        told = {"command": shlex.join(["retrograde", "plan", *sys.argv[2:]]), **plan.told()}
         with beside(options.json) as part:
             part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     draw(plan, planner)
