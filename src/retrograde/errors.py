@@ -18,6 +18,18 @@ class ProgramError(RetrogradeError, ValueError):
     """The updates, the streams, the side inputs or an argument do not fit together."""
 
 
+class BudgetTooSmall(ProgramError):
+    """A budget in which no function can run. `least` is what the updates so far need."""
+
+    def __init__(self, limit: int, least: int, where: str):
+        super().__init__(
+            f"rg.Budget({limit}) is too small: with nothing stored this takes {least} bytes, for the streams, their gradients "
+            "and what fn saves. Give at least that, or use smaller inputs",
+            where,
+        )
+        self.least = least
+
+
 class OutOfRange(RetrogradeError, ArithmeticError):
     """A stream has left the range of exact arithmetic."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .ledger import GRID, LIMIT, Ledger
+from .pretence import pretended
 
 
 @functools.cache
@@ -24,7 +25,9 @@ def _kernels() -> Any:
 
 
 def usable(t: Tensor) -> bool:
-    return torch.compiler.is_dynamo_compiling() or (
+    if torch.compiler.is_dynamo_compiling() or pretended(t) == "cuda":
+        return True
+    return (
         t.device.type == "cuda"
         and type(t) in (Tensor, torch.nn.Parameter)
         and not torch._C._are_functorch_transforms_active()
@@ -82,6 +85,8 @@ def _sum(high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | No
     if part.stride() != high.stride():
         part = torch.empty_like(high, dtype=part.dtype).copy_(part)
     new_high, new_low = torch.empty_like(high), torch.empty_like(low)
+    if pretended(high):
+        return new_high, new_low
     flags, slot = (None, 0) if ledger is None else (ledger.flags_on(high.device), ledger.index)
     _kernels().plus(high, low, part, new_high, new_low, sign, flags, slot)
     return new_high, new_low

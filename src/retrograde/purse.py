@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import ProgramError
+from .errors import BudgetTooSmall, ProgramError
 from .held import home_of
 from .replay import untraced
 
@@ -101,11 +101,7 @@ class Purse:
         for t in before:
             self._grow(t)
         if self.base + self.largest > self.limit:
-            raise ProgramError(
-                f"rg.Budget({self.limit}) is too small: with nothing stored this takes {self.base + self.largest} bytes, for the "
-                f"streams, their gradients and what fn saves. Give at least that, or use smaller inputs",
-                where,
-            )
+            raise BudgetTooSmall(self.limit, self.base + self.largest, where)
         if not self._make_room(sum(size for key, size in self.growing.items() if key not in self.holders)):
             return False
         self.stored.append((record, self.growing))

@@ -19,6 +19,7 @@ from .given import Refused
 
 COMMANDS = {  # name: what it does; the module has the same name
     "bench": "compare time, memory and gradients of your block under every way to train it",
+    "plan": "tell what fits into the memory of a GPU, and whether reversal is worth it, without running anything",
     "train": "train a deep language model on your text, or on the sources of Python's standard library",
     "sample": "let a model that was trained write",
 }
