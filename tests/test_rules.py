@@ -218,6 +218,36 @@ class Wide(nn.Module):
             return leaky_relu(y, 2.0) @ self.turn.weight.inverse()
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_compiled_functions():
+    """`rg.compile_fns` compiles what there is to compile: invertible modules too, and not the `x += v` of momentum."""
+    turn, f = Turn(), mlp()
+    net = rg.Reversible([*rg.wirings.momentum(f), *rg.wirings.invertible(turn)], arithmetic="float")
+    streams = {"x": draw(), "v": draw()}
+    wanted = [*streams.values(), turn.weight, *f.parameters()]
+    true = gradients(lambda: net(streams), wanted)
+    compiled = []
+    rg.compile_fns(net, backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    assert_same(gradients(lambda: net(streams), wanted), true)
+    assert len(compiled) == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_under_torch_func():
+    """By ordinary autograd, as every program; exact momentum as well, forwards too."""
+    net, streams = deep(3, dtype=torch.float64)
+    x, v = streams["x"].detach(), streams["v"]
+
+    def loss(x):
+        return net({"x": x, "v": v})["x"].sin().sum()
+
+    (true,) = torch.autograd.grad(loss(streams["x"]), streams["x"])
+    assert_same([torch.func.grad(loss)(x)], [true])
+    moved = torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1]
+    assert_same([moved], [true.sum()])
+
+
 # -- affine ------------------------------------------------------------------------------------------------------------
 
 

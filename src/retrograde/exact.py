@@ -125,14 +125,15 @@ _TWO = ("split", "kept")
 
 
 def _product(number: Tensor, rest: Tensor, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """n/d times a whole number, rounded to one, and a whole number that holds what is lost: one step to and from the other.
+    """n/d times a whole number, rounded to a whole number; `rest` takes up what is lost, and grows by d/n as it does.
 
-    The product with d and n exchanged gives back both. `rest` grows by d/n, as it must: it holds what the product no longer does.
+    The product with n and d exchanged gives back both. After Maclaurin et al. (2015), who undo the momentum of SGD.
     """
     finite = number.isfinite()
-    wide = torch.where(finite, number, 0.0).to(torch.int64) * n + rest % n
-    rest = torch.div(rest, n, rounding_mode="floor") * d + wide % d
-    return torch.where(finite, torch.div(wide, d, rounding_mode="floor").to(torch.float64), number), rest
+    share = torch.div(rest, n, rounding_mode="floor")
+    wide = torch.where(finite, number, 0.0).to(torch.int64) * n + (rest - share * n)
+    made = torch.div(wide, d, rounding_mode="floor")
+    return torch.where(finite, made.to(torch.float64), number), share * d + (wide - made * d)
 
 
 def carried(value: Any, ledger: Ledger, keeps: bool = False) -> Exact:

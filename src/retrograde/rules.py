@@ -167,8 +167,14 @@ class Arguments(nn.Module):
     def __init__(self, forward: Any, inverse: Any):
         super().__init__()
         self.called = getattr(forward, "__name__", type(forward).__name__)
+        self.whole = isinstance(forward, nn.Module)
         owners = (getattr(one, "__self__", one) for one in (forward, inverse))
         self.parts = nn.ModuleList(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
+
+    @property
+    def to_compile(self) -> list[nn.Module]:
+        """What `rg.compile_fns` is to compile: the module that is called, and not the methods of others."""
+        return list(self.parts)[:1] if self.whole else []
 
     @property
     def __name__(self) -> str:

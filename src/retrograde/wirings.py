@@ -96,6 +96,9 @@ def itself(v: Any) -> Any:
     return v
 
 
+itself.to_compile = ()  # type: ignore[attr-defined]  # by rg.compile_fns
+
+
 def invertible(
     forward: Fn, inverse: Fn | None = None, *, stream: str = "x", sources: str | Sequence[str] = (), takes: Any = ()
 ) -> list[Update]:

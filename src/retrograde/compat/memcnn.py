@@ -113,6 +113,7 @@ class _Whole:
 
     def __init__(self, module: Any, method: str):
         self.module, self.method, self.__name__ = module, method, type(module).__name__
+        self.__self__ = module  # as a bound method has it
 
     def __call__(self, given: Any) -> Any:
         call = self.module if self.method == "forward" else self.module.inverse
