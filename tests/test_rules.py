@@ -288,8 +288,10 @@ def test_affine_in_sixteen_bits_inside_wide_streams():
     """The scale is used in the precision of the stream, so that it is undone to that precision."""
     streams = {"a": torch.randn(100), "b": torch.randn(100)}
     updates = [rg.Update("a", lambda b: (b.bfloat16().tanh(), b.bfloat16()), "b", rule=rg.Affine())]
-    back = rg.invert(updates, rg.run(updates, streams, arithmetic="float"), arithmetic="float")
-    assert_same([back["a"]], [streams["a"]], 1e-6)
+    out = rg.run(updates, streams, arithmetic="float")
+    given = streams["b"].bfloat16()
+    assert_same([out["a"]], [streams["a"] * given.tanh().float().exp() + given.float()], 1e-6)
+    assert_same([rg.invert(updates, out, arithmetic="float")["a"]], [streams["a"]], 1e-6)
 
 
 # -- momentum ----------------------------------------------------------------------------------------------------------
@@ -314,6 +316,16 @@ def test_momentum_loses_no_bit(gamma, dtype):
         x = x + v
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-8, torch.bfloat16: 0.1}[dtype]
     assert_same([t.detach() for t in net(streams).values()], [x.detach(), v.detach()], tolerance)
+
+
+@pytest.mark.parametrize("memory", ["store", *REPLAYED])
+def test_gradients_of_the_exact_inverse(memory):
+    """It starts from given numbers, and has the gradients of the inverse in float."""
+    net, streams = deep(4, dtype=torch.float64, memory=memory, arithmetic="exact")
+    wanted = [streams["x"], *net.parameters()]
+    found = gradients(lambda: net.inverse(streams), wanted)
+    net.memory, net.arithmetic = "store", "float"
+    assert_same(found, gradients(lambda: net.inverse(streams), wanted), 1e-7)
 
 
 def test_momentum_drifts_in_float():
