@@ -152,6 +152,30 @@ def test_other_rules():
     assert_same(gradients(back, wanted), gradients(lambda: net.inverse(streams), wanted))
 
 
+class Turn(nn.Module):
+    """An invertible function with parameters, of its target and another stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH, dtype=torch.float64) + 0.1 * torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+        self.mix = mlp()
+
+    def forward(self, x, other, gain):
+        return x @ self.weight + gain * self.mix(other)
+
+    def inverse(self, y, other, gain):
+        return (y - gain * self.mix(other)) @ self.weight.inverse()
+
+
+@pytest.mark.parametrize(("memory", "arithmetic"), [("reverse", "auto"), ("checkpoint", "float")])
+def test_momentum_and_invertible_functions(memory, arithmetic):
+    """Rules that multiply, exactly and in float, and rules with parameters of their own."""
+    streams, gain = {"x": draw(), "v": draw()}, draw(1)
+    updates = [u for f in mlps(2) for u in rg.wirings.momentum(f)] + rg.wirings.invertible(Turn(), sources="v", takes=["gain"])
+    net = rg.Reversible([*updates, rg.Update("v", mlp(), "x")], memory=memory, arithmetic=arithmetic)
+    same(net, [streams], [*streams.values(), gain], gain=gain)
+
+
 def test_the_inverse_of_pairs():
     """Also where the net was never run, and after a function was exchanged."""
     net = pairs(2, split="chunk", merge="cat")

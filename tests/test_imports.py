@@ -69,7 +69,7 @@ class Branch(nn.Module):
 
 
 @pytest.mark.parametrize("memory", REPLAYED)
-@pytest.mark.parametrize("rule", [rg.Add(), rg.Affine()], ids=["add", "affine"])
+@pytest.mark.parametrize("rule", [rg.Add(), rg.Affine(), rg.Momentum()], ids=["add", "affine", "momentum"])
 def test_runs_under_fake_tensor_mode(memory, rule):
     """Forward and backward without data, far beyond the memory of this machine: shapes, dtypes and devices are right."""
     rows, width = 1 << 28, 1 << 12
@@ -78,7 +78,7 @@ def test_runs_under_fake_tensor_mode(memory, rule):
         fns = [Branch(width) for _ in range(4)]
 
         def twice(fn):
-            return fn if isinstance(rule, rg.Add) else lambda x, context: (fn(x, context), fn(x, context))
+            return (lambda x, context: (fn(x, context), fn(x, context))) if isinstance(rule, rg.Affine) else fn
 
         updates = [
             rg.Update(target, twice(fn), source, takes="context", rule=rule)

@@ -276,6 +276,36 @@ def affine(depth):
     return lambda: total(rg.run(updates, streams)).backward()
 
 
+class Shear(nn.Module):
+    """An invertible function on a pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.fn = bottle()
+
+    def forward(self, x):
+        return x[1], x[0] + self.fn(x[1])
+
+    def inverse(self, y):
+        return y[1] - self.fn(y[0]), y[0]
+
+
+def invertible(depth):
+    fn, streams = Shear(), {"x": (stream(), stream())}
+    updates = rg.wirings.invertible(fn) * depth
+    return lambda: sum(t.sum() for t in rg.run(updates, streams)["x"]).backward()
+
+
+def momentum(depth, arithmetic="auto"):
+    fn, streams = bottle(), {"x": stream(), "v": stream()}
+    updates = rg.wirings.momentum(fn) * depth
+    return lambda: total(rg.run(updates, streams, arithmetic=arithmetic)).backward()
+
+
+def momentum_in_float(depth):
+    return momentum(depth, "float")
+
+
 def inverted(depth):
     fn, streams = bottle(), {"x1": stream(), "x2": stream()}
     return lambda: total(rg.invert(pairs(depth, fn), streams)).backward()
@@ -303,7 +333,10 @@ def buffers(depth):
     return plain(prepared(Masked()))(depth)
 
 
-@pytest.mark.parametrize("make", [affine, inverted, chunked, dicts, independent, buffers], ids=lambda make: make.__name__)
+KINDS = [affine, invertible, momentum, momentum_in_float, inverted, chunked, dicts, independent, buffers]
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_flat_for_every_kind_of_program(make):
     assert_flat(make, 4, 16)
 

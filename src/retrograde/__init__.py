@@ -7,8 +7,9 @@ from .forms import compile_fns
 from .memory import Anchor, Budget, ReverseAbove, StoreLast
 from .modules import Reversible, ReversibleSequence
 from .replay import replaying
+from .rules import Add, Affine, Invertible, Momentum, Rule
 from .step_in_backward import step_in_backward
-from .update import ALL, Add, Affine, Rule, Update
+from .update import ALL, Update
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,8 @@ __all__ = [
     "Affine",
     "Anchor",
     "Budget",
+    "Invertible",
+    "Momentum",
     "OutOfRange",
     "ProgramError",
     "ReplayError",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import ProgramError, at, unknown
+from .errors import ProgramError, at, too_deep, unknown
 from .exact import Exact
 from .held import Held
 from .streams import each, tensors
 
 NAMES = ("auto", "exact", "float")
+_AUTO = "Use arithmetic='auto': streams that are only added to are exact then where functions compute in 16 bits"
+_ANCHOR = "Use arithmetic='float' with rg.Anchor(every=n) or memory='checkpoint'"
 SIXTEEN = (torch.bfloat16, torch.float16)
 
 
@@ -32,35 +35,76 @@ def plus(target: Any, out: Any, sign: int = 1) -> Any:
     return each(lambda a, b: plus(a, b, sign), target, out)
 
 
-def exact_streams(name: str, program: Any, streams: dict[str, Any]) -> list[str]:
-    """The streams that are carried exactly. "auto": all that can be, if some function computes in 16 bits."""
+def exact_streams(name: str, program: Any, streams: dict[str, Any]) -> dict[str, bool]:
+    """The streams carried exactly, and whether each is multiplied.
+
+    "auto": all that can be, if some fn computes in 16 bits, or if undoing divides a stream and rounding errors with it.
+    """
     if name == "float":
-        return []
-    targets = dict.fromkeys(update.target for update in program.updates)
+        return {}
     if name == "auto":
         held = program.plan.sixteen if torch.compiler.is_dynamo_compiling() else None  # a trace knows it already
-        if not _sixteen_bits(program, streams, held):
-            return []
-        other = {update.target for update in program.updates if not update.rule.additive}
-        return [t for t in targets if t not in other and all(map(_short, tensors(streams[t])))]
-    for index, update in enumerate(program.updates):
-        if not update.rule.additive:
-            raise ProgramError(
-                f"arithmetic='exact' is for additions, and the rule here is {type(update.rule).__name__}. Use arithmetic='auto': "
-                "streams that are only added to are exact then where functions compute in 16 bits",
-                at(index, update),
-            )
-    for target in targets:
+        fits = _real if program.multiplied else _short if _sixteen_bits(program, streams, held) else None
+        return {t: program.exact[t] for t in program.exact if fits is not None and all(map(fits, tensors(streams[t])))}
+    if program.inexact:
+        index, why = program.inexact
+        raise ProgramError(f"arithmetic='exact' {why}", at(index, program.updates[index]))
+    for target in program.exact:
         for t in tensors(streams[target]):
             if t.is_complex() or t.device.type == "mps":
                 what = "complex numbers" if t.is_complex() else "mps, which has no float64"
                 raise ProgramError(f"arithmetic='exact' does not know {what} (the stream {target!r}). Use arithmetic='float'")
-    return list(targets)
+    return program.exact
+
+
+def exact_targets(updates: Sequence[Any]) -> tuple[dict[str, bool], tuple[int, str] | None]:
+    """The targets that exact arithmetic can carry, and whether each is multiplied; the first update that it cannot, and why."""
+    found: dict[str, bool] = {}
+    rest: dict[str, int] = {}
+    beyond: set[str] = set()
+    first: tuple[int, str] | None = None
+    for index, update in enumerate(updates):
+        target, rule, why = update.target, update.rule, None
+        found.setdefault(target, False)
+        if rule.product is None:
+            kind = type(getattr(rule, "rule", rule)).__name__
+            gamma = ", by no fraction with a denominator up to 4096" if kind == "Momentum" else ""
+            why = f"is for additions and momentum, and the rule here is {kind}{gamma}. {_AUTO}"
+        elif rule.product != (1, 1):
+            n, d = rule.product
+            found[target] = True
+            rest[target] = rest.get(target, 0) // n * d + d - 1  # what `rest` may grow to (exact._product)
+            if rest[target] >= 2**63 and target not in beyond:
+                count = sum(u.target == target and u.rule.product == (n, d) for u in updates[:index])
+                why = f"keeps what products lose in 63 bits, enough for {count} by {n}/{d}, and here is one more. {_ANCHOR}"
+        if why is not None:
+            first = first or (index, why)
+            beyond.add(target)
+    return {target: multiplied for target, multiplied in found.items() if target not in beyond}, first
+
+
+def refuse_growth(program: Any, indices: Sequence[int], state: dict[str, Any]) -> None:
+    """Products in float: undoing them makes rounding errors larger, and from some depth on nothing is left of the stream."""
+    grown: dict[str, float] = {}
+    for index in reversed(indices) if program.multiplied else ():
+        update = program.updates[index]
+        if update.target in program.multiplied and not isinstance(state[update.target], Exact) and update.rule.linear:
+            grown[update.target] = max(grown.get(update.target, 1.0), 1.0) / update.rule.linear[0]
+            rounding = [
+                torch.finfo(t.dtype).eps for t in tensors(state[update.target]) if t.is_floating_point() or t.is_complex()
+            ]
+            error = grown[update.target] * max(rounding, default=0.0)
+            if error > 1e-2:
+                raise too_deep(at(index, update), error)
+
+
+def _real(t: Tensor) -> bool:
+    return not t.is_complex() and t.device.type != "mps"
 
 
 def _short(t: Tensor) -> bool:
     """Autocast does not touch float64; and mps has none of it."""
-    return not t.is_complex() and t.dtype != torch.float64 and t.device.type != "mps"
+    return _real(t) and t.dtype != torch.float64
 
 
 def _sixteen_bits(program: Any, streams: dict[str, Any], held: bool | None) -> bool:

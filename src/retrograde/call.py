@@ -51,9 +51,29 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
     if [t._version for t in own] != versions:
         edited = {id(t) for t, version in zip(own, versions, strict=True) if t._version != version}
         raise errors.edited_by_fn(errors.at(index, update), _name_of(edited, update, state, sources, kwargs))
-    if observer is not None:
-        observer(index, update, sources, out)
+    if not update.rule.saves:
+        observe(index, update, sources, out)
     return out
+
+
+def apply(index: int, update: Update, target: Any, out: Any) -> Any:
+    """The target as the rule changes it, by code that may be the user's; what it was given is as it was, or it is an error."""
+    own = [t for t in tensors((target, out)) if not t.is_inference()]
+    versions = [t._version for t in own]
+    try:
+        made = update.rule.apply(target, out)
+    except Exception as error:
+        error.add_note(f"raised by the rule of {errors.at(index, update)}")
+        raise
+    if [t._version for t in own] != versions:
+        raise errors.edited_by_fn(errors.at(index, update), "the target or an argument")
+    return made
+
+
+def observe(index: int, update: Update, seen: list[Any], out: Any) -> None:
+    """Tell `rg.check` what a call saw and gave. A rule that saves has seen the target as well."""
+    if observer is not None:
+        observer(index, update, seen, out)
 
 
 def _name_of(edited: set[int], update: Update, state: Streams, sources: list[Any], kwargs: Mapping[str, Any]) -> str:

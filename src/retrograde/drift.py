@@ -186,6 +186,8 @@ class Trial:
 def _fns(program: Any) -> list[Any]:
     if isinstance(program, Reversible):
         return [update.fn for update in program.program.updates]
+    if hasattr(program, "functions"):
+        return program.functions()
     return [getattr(block, name) for block in program.blocks for name in "fgjk" if hasattr(block, name)]
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import errors, traced
 from . import memory as policies
-from .arithmetic import check_arithmetic, exact_streams
-from .call import Streams, call, fitting, sources_of
+from .arithmetic import check_arithmetic, exact_streams, refuse_growth
+from .call import Streams, apply, call, fitting, observe, sources_of
 from .context import Context
 from .exact import Exact, carried, read
 from .forms import looks, two_forms, use_lean
@@ -102,9 +102,9 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
             )
         stretches = [("store", len(program.updates), None)]
     exact = exact_streams(arithmetic, program, state)
-    ledger = Ledger(program.updates, exact)
+    ledger = Ledger(program.updates, list(exact))
     for ledger.index, name in enumerate(exact, len(program.updates)):
-        state[name] = carried(state[name], ledger)
+        state[name] = carried(state[name], ledger, exact[name])
     needed = any(kind != "store" for kind, _, _ in stretches)
     with _no_cast_cache(), _all_or_nothing(side, needed, wary=arithmetic == "auto") as context:
         start, plain = 0, False
@@ -147,13 +147,20 @@ def _store(program: Program, indices: range, state: Streams, side: Streams, _: A
     for index in indices:
         update = program.updates[index]
         target = state[update.target]
-        out = call(index, update, state, sources_of(update, state), side)
-        state[update.target] = update.rule.apply(target, fitting(index, update, target, out))
+        sources = sources_of(update, state)
+        out = call(index, update, state, sources, side)
+        fitting(index, update, target, out)
+        if update.rule.saves:
+            state[update.target] = apply(index, update, target, out)
+            observe(index, update, [*sources, target], out)
+        else:
+            state[update.target] = update.rule.apply(target, out)
     return True
 
 
 def _reverse(program: Program, indices: range, state: Streams, side: Streams, context: Context, limit: Any) -> bool:
     """Keep the final streams alone; with a limit, also what the last updates saved."""
+    refuse_growth(program, indices, state)
     if limit is not None:
         return _within(limit, program, indices, state, side, context)
     _walkable(program, indices, state, context)

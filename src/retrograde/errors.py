@@ -67,6 +67,15 @@ def input_out_of_range(name: str, limit: float) -> OutOfRange:
     )
 
 
+def too_deep(where: str, error: float) -> ProgramError:
+    return ProgramError(
+        f"undoing the updates from here on divides by gamma so often that rounding errors would grow to {error:.0e} of the "
+        "stream, and gradients would be wrong. Use arithmetic='exact', rg.Anchor(every=n) (it starts anew there) or "
+        "memory='checkpoint'",
+        where,
+    )
+
+
 def small_values(name: str, size: float, unit: float) -> str:
     return (
         f"no value of the stream {name!r} is above {size:.1e}, and exact arithmetic rounds to multiples of {unit:.1e}: much is "
@@ -88,6 +97,14 @@ def edited_by_fn(where: str, what: str) -> ProgramError:
 def changed_since(where: str, what: str) -> NotRepeated:
     return NotRepeated(
         f"{what} was changed between the forward pass and backward, so fn cannot be run again as it was. Call backward first",
+        where,
+    )
+
+
+def random_rule(where: str) -> ProgramError:
+    return ProgramError(
+        "the rule draws random numbers when it is applied, and undoing it would draw others. Draw them in fn, or use "
+        "memory='checkpoint'",
         where,
     )
 

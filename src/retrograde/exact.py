@@ -7,6 +7,8 @@ undoing an update gives back the very bits. fn reads the value rounded to the st
 - "wide", the plain path: one float64 tensor for each leaf. Rounding is two additions, and the gradient of all of it is one.
 - "split", on CUDA: `high` and `low`, in a fused kernel that moves no more bytes than it must (fused.py).
 Streams of float64 have a finer grid, 2^-35, and take the plain path.
+- "kept", for streams that momentum multiplies by a fraction n/d below 1: the float64, and an int64 that keeps what the product
+  loses. That is log2(d/n) bits with each product: no fixed number of bits is enough for ever.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ FINE = 35  # bits behind the point, for float64
 
 
 class Form:
-    """How a stream is carried: its tree, and for each leaf its dtype and "wide", "split" or, for whole numbers, "plain"."""
+    """How a stream is carried: its tree, and for each leaf its dtype and "wide", "split", "kept", or "plain" (whole numbers)."""
 
     __slots__ = ("kinds", "ledger", "spec")
 
@@ -38,7 +40,7 @@ class Form:
 
 
 class Exact(Carried):
-    """A stream on the grid, made of one tensor for each leaf, or two where it is split."""
+    """A stream on the grid, made of one tensor for each leaf, or two where it is split or kept."""
 
     __slots__ = ()
 
@@ -46,7 +48,7 @@ class Exact(Carried):
         if self.form.spec is None:
             return [(*self.form.kinds[0], self.made)]
         rest = iter(self.made)
-        return [(dtype, kind, [next(rest) for _ in range(2 if kind == "split" else 1)]) for dtype, kind in self.form.kinds]
+        return [(dtype, kind, [next(rest) for _ in range(2 if kind in _TWO else 1)]) for dtype, kind in self.form.kinds]
 
     def read(self) -> Any:
         """The stream as fn sees it."""
@@ -93,15 +95,49 @@ class Exact(Carried):
             else:
                 step = fused.on_grid(part, _bits(dtype))
                 total = own[0] + step if sign > 0 else own[0] - step
-                made.append(total if ledger is None else ledger.within(total, _bits(dtype)))
+                made += [total if ledger is None else ledger.within(total, _bits(dtype)), *own[1:]]
+        return Exact(made, self.form)
+
+    def drawn_to(self, out: Any, n: int, d: int, undo: bool = False) -> Exact:
+        """n/d of the stream and the rest of `out`, on the grid; or that undone. What the product loses is in the int64."""
+        ledger = None if replaying() else self.form.ledger
+        parts = [out] if self.form.spec is None else self.form.spec.flatten_up_to(out)
+        made: list[Tensor] = []
+        for (dtype, _, (value, rest)), part in zip(self.leaves(), parts, strict=True):
+            part, unit = part.to(torch.float64), 2.0 ** -_bits(dtype)
+            step = fused.on_grid(part.detach() * ((d - n) / d), _bits(dtype))
+            through = torch.lerp(value, part, (n - d) / n if undo else (d - n) / d)  # for the gradients; it saves nothing
+            if undo:
+                number, rest = _product((value.detach() - step) / unit, rest, d, n)
+                number = number * unit
+            else:
+                number, rest = _product(value.detach() / unit, rest, n, d)
+                number = number * unit + step
+            total = number + (through - through.detach())  # NaN where that is not finite
+            made += [total if ledger is None else ledger.within(total, _bits(dtype)), rest]
         return Exact(made, self.form)
 
 
 register_pytree_node(Exact, lambda stream: (stream.made, stream.form), lambda made, form: form.stream(list(made)))
 
 
-def carried(value: Any, ledger: Ledger) -> Exact:
-    """A stream, put on the grid."""
+_TWO = ("split", "kept")
+
+
+def _product(number: Tensor, rest: Tensor, n: int, d: int) -> tuple[Tensor, Tensor]:
+    """n/d times a whole number, rounded to a whole number; `rest` takes up what is lost, and grows by d/n as it does.
+
+    The product with n and d exchanged gives back both. After Maclaurin et al. (2015), who undo the momentum of SGD.
+    """
+    finite = number.isfinite()
+    share = torch.div(rest, n, rounding_mode="floor")
+    wide = torch.where(finite, number, 0.0).to(torch.int64) * n + (rest - share * n)
+    made = torch.div(wide, d, rounding_mode="floor")
+    return torch.where(finite, made.to(torch.float64), number), share * d + (wide - made * d)
+
+
+def carried(value: Any, ledger: Ledger, keeps: bool = False) -> Exact:
+    """A stream, put on the grid; `keeps` if it will be multiplied."""
     flat, spec = flatten(value)
     made: list[Tensor] = []
     kinds: list[tuple[torch.dtype, str]] = []
@@ -109,12 +145,14 @@ def carried(value: Any, ledger: Ledger) -> Exact:
         if not t.is_floating_point():
             kinds.append((t.dtype, "plain"))
             made.append(t)
-        elif t.dtype != torch.float64 and fused.usable(t):
+        elif t.dtype != torch.float64 and not keeps and fused.usable(t):
             kinds.append((t.dtype, "split"))
             made += fused.split(t, ledger)
         else:
-            kinds.append((t.dtype, "wide"))
+            kinds.append((t.dtype, "kept" if keeps else "wide"))
             made.append(ledger.within(fused.on_grid(t, _bits(t.dtype)), _bits(t.dtype)))
+            if keeps:
+                made.append(torch.zeros_like(made[-1], dtype=torch.int64, requires_grad=False))
     return Exact(made, Form(kinds, spec, ledger))
 
 

@@ -71,7 +71,7 @@ def compile_fns(net: Any, *, lean: float = 0.3, backend: Any = "inductor", dynam
         way_out = "Give the one inside of it" if isinstance(net, nn.Module) else "Make one of your functions"
         raise ProgramError(f"compile_fns takes an rg.Reversible or rg.ReversibleSequence, got a {type(net).__name__}. {way_out}")
     compiled: dict[type, tuple[Any, Any]] = {}
-    for fn in net.functions():
+    for fn in [part for one in net.functions() for part in getattr(one, "to_compile", (one,))]:
         if not isinstance(fn, nn.Module):
             raise ProgramError(f"compile_fns compiles modules in place, and {fn!r} is none. Use torch.compile on it")
         kind = type(fn)

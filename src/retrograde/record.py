@@ -23,7 +23,7 @@ class Record:
 
     __slots__ = (
         "before", "drawn", "given", "index", "kept", "lean", "leaves", "meta", "number", "numbered", "ready", "running",
-        "sight", "stale", "target_grads", "update", "values", "versions",
+        "sight", "stale", "target_leaves", "update", "values", "versions",
     )  # fmt: skip
     index: int
     number: int  # in the run
@@ -35,7 +35,7 @@ class Record:
     versions: list[int]  # … and its version at the end
     stale: Sequence[int]  # numbers of those that fn edited afterwards
     leaves: list[tuple[tuple[int, ...], bool]]  # strides and requires_grad of the leaves of the sources
-    target_grads: list[bool]  # requires_grad of the target, for rules that save
+    target_leaves: list[tuple[tuple[int, ...], bool]]  # the same of the target, for rules that save
     lean: bool  # fn ran in its lean form (forms.py)
     numbered: bool  # fn itself calls autograd.grad, and asks for what it saved by number
     running: bool  # in the second run
@@ -74,7 +74,8 @@ class Record:
 
     def target_again(self, target: Any) -> Any:
         flat, spec = flatten(target)
-        return unflatten([t.detach().requires_grad_(grad) for t, grad in zip(flat, self.target_grads, strict=True)], spec)
+        pairs = zip(flat, self.target_leaves, strict=True)
+        return unflatten([with_strides(t, strides).detach().requires_grad_(grad) for t, (strides, grad) in pairs], spec)
 
 
 def check_captured(record: Record, own: Any, values: list[Any], versions: list[int]) -> None:

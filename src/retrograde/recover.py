@@ -17,6 +17,7 @@ The mechanism. Autograd's graph stays in place; only what it keeps is changed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from . import errors
 from .arithmetic import SIXTEEN
-from .call import Streams, call, fitting, sources_of
+from .call import Streams, apply, call, fitting, observe, sources_of
 from .capture import Drawn, DrawnAgain
 from .context import Context
 from .exact import Exact
@@ -114,7 +115,7 @@ class Run:
         context.sights.append(sight)
         flat = [t for value in sources for t in tensors(value)]
         record.leaves = [(t.stride(), t.requires_grad) for t in flat]
-        record.target_grads = [t.requires_grad for t in tensors(target)] if rule.saves else []
+        record.target_leaves = [(t.stride(), t.requires_grad) for t in tensors(target)] if rule.saves else []
         live: list[Tensor] = []
         versions: list[int] = []
         pack = packer(live, versions)
@@ -130,11 +131,9 @@ class Run:
                 called = None
                 if sight.held.loose:
                     with modules_called() as called:
-                        out = call(index, update, state, sources, context.side, drawn)
+                        out, applied = self.first(record, state, sources, target, drawn)
                 else:
-                    out = call(index, update, state, sources, context.side, drawn)
-                fitting(index, update, target, out)
-                applied = rule.apply(target, out) if rule.saves and not self.keeps_sources else None
+                    out, applied = self.first(record, state, sources, target, drawn)
             finally:
                 _pop_hooks()
             sight.after(called, live)
@@ -149,14 +148,33 @@ class Run:
             live.clear()  # the graph holds on to the hook, and these hold on to the graph
             self.live = None
             use_lean(form)
-        record.drawn = context.draws.since()
         record.given = drawn if drawn is not None and drawn.kept else None
         self.records.append(record)
         if self.keeps_sources:
-            out = each(self.keep(dict(zip(update.sources, sources, strict=True))), out)
-        state[update.target] = changed = rule.apply(target, out) if applied is None else applied
+            kept = dict(zip(update.sources, sources, strict=True))
+            if rule.saves:
+                applied = each(self.keep({**kept, update.target: target}), applied)
+            else:
+                out = each(self.keep(kept), out)
+        state[update.target] = changed = applied if rule.saves else rule.apply(target, out)
         if isinstance(target, Exact) and not self.keeps_sources and target.spoilt_in(changed):
             record.kept = detached(target)
+
+    def first(self, record: Record, state: Streams, sources: list[Any], target: Any, drawn: Any) -> tuple[Any, Any]:
+        """What fn returns, and what a rule that saves makes of the target."""
+        index, update, draws = record.index, record.update, self.context.draws
+        out = call(index, update, state, sources, self.context.side, drawn)
+        fitting(index, update, target, out)
+        before, after = record.drawn = draws.since()
+        if not update.rule.saves:
+            return out, None
+        with Drawn() if self.context.capturing else contextlib.nullcontext() as listening:
+            applied = apply(index, update, target, out)
+        observe(index, update, [*sources, target], out)
+        record.drawn = before, draws.since()[1]
+        if (listening is not None and listening.kept) or (record.drawn[1] is not after and not self.keeps_sources):
+            raise errors.random_rule(record.where)
+        return out, applied
 
     def keep_finals(self, state: Streams) -> None:
         touched = dict.fromkeys(name for r in self.records for name in (*r.update.sources, r.update.target))
@@ -379,8 +397,9 @@ class Run:
                         before = state[update.target] = rule.undo(before, out) if record.kept is None else record.kept
                         torch._C._set_grad_enabled(True)  # after an error, `end_again` sees to it
                         walk.at = number
-                    if rule.saves and not self.keeps_sources:
-                        rule.apply(record.target_again(before), out)
+                    if rule.saves:
+                        observe(record.index, update, [*sources, before], out)
+                        apply(record.index, update, record.target_again(before), out)
                 finally:
                     _pop_hooks()
                 moved = calm and context.draws.moved(drawn_before)

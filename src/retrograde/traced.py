@@ -9,22 +9,22 @@ neither its parameter nor its argument is refused, as its second run would be an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp
-from torch.nn.utils.stateless import _reparametrize_module
 
 from . import errors
 from . import memory as policies
-from .arithmetic import check_arithmetic, exact_streams, held_in_sixteen_bits
-from .exact import Exact, carried, read
+from .arithmetic import check_arithmetic, exact_streams, held_in_sixteen_bits, refuse_growth
+from .exact import carried, read
 from .held import Held
 from .ledger import Ledger
 from .streams import dense, flatten, tensors, unflatten
-from .trace_check import at_trace_time, check_update, named, note_given, note_made, refuse, refuse_edit, second_run, transformed
-from .update import Inverted, Program, Update
+from .trace_check import at_trace_time, check_update, named, note_given, note_made, refuse, second_run, transformed
+from .traced_back import backward, call
+from .update import Program, Update
 
 
 class Plan:
@@ -35,6 +35,7 @@ class Plan:
         self.where = [errors.at(index, update) for index, update in enumerate(program.updates)]
         self.sixteen = held_in_sixteen_bits(program)
         self.bodies = [_body(index, update) for index, update in enumerate(program.updates)]
+        self.inside = [bool(Held(None, update.rule).roots) for update in program.updates]  # whether the rule itself has modules
         self.slots: list[tuple[int, tuple[str, ...], str]] = []  # of each distinct one: where a module that has it keeps it
         self.own: list[list[tuple[str, int]]] = []  # for each update: the names of its own, and slots
         known: dict[int, int] = {}
@@ -68,7 +69,7 @@ def _body(index: int, update: Update) -> nn.Module:
             "fn is compiled already, and under fullgraph=True the whole model is. Give the function itself",
             errors.at(index, update),
         )
-    held = Held(update.fn)
+    held = Held(update.fn, update.rule)
     return update.fn if not held.wide and isinstance(update.fn, nn.Module) else _Holder(update.fn, held.roots)
 
 
@@ -102,9 +103,9 @@ def run(program: Any, streams: Any, side: Any, memory: Any, arithmetic: str) -> 
     state = {name: dense(value) if name in plan.names and not inside else value for name, value in streams.items()}
     stretches = policies.plan(memory, len(program.updates), state)
     exact = exact_streams(arithmetic, program, state)
-    ledger = Ledger(program.updates, exact)
+    ledger = Ledger(program.updates, list(exact))
     for name in exact:
-        state[name] = carried(state[name], ledger)
+        state[name] = carried(state[name], ledger, exact[name])
     start = 0
     for kind, count, limit in stretches:
         if kind == "store" or inside:
@@ -115,6 +116,7 @@ def run(program: Any, streams: Any, side: Any, memory: Any, arithmetic: str) -> 
             for index in range(start, start + count):
                 _reverse(program, plan, index, index + 1, state, side, True)
         else:
+            refuse_growth(program, range(start, start + count), state)
             _reverse(program, plan, start, start + count, state, side, False)
         start += count
     for name in exact:
@@ -136,6 +138,14 @@ def _fitting(plan: Plan, index: int, update: Update, target: Any, out: Any) -> A
             plan.where[index],
         )
     return out
+
+
+def _applied(job: Job, index: int, target: Any, out: Any) -> Any:
+    update = job.program.updates[index]
+    made = update.rule.apply(target, _fitting(job.plan, index, update, target, out))
+    if len(tensors(made)) != len(tensors(target)):
+        refuse("the rule makes another tree of the target, which a trace cannot follow", job.plan.where[index])
+    return made
 
 
 class Job:
@@ -226,9 +236,8 @@ class _Stretch(torch.autograd.Function):
         side, own = job.side(side_tensors), list(given[first + len(job.side_needs) :])
         for index in range(job.start, job.stop):
             update = job.program.updates[index]
-            out = _call(job, index, own, [read(state[name]) for name in update.sources], side)
-            out = _fitting(job.plan, index, update, state[update.target], out)
-            state[update.target] = update.rule.apply(state[update.target], out)
+            sources, target = [read(state[name]) for name in update.sources], state[update.target]
+            state[update.target] = call(job, index, own, sources, side, partial(_applied, job, index, target))
             check_update(job.plan.where[index])
         ctx.job = job
         kept = before if job.keeps else state
@@ -239,110 +248,4 @@ class _Stretch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         job: Job = ctx.job
-        return _under(job.modes, _backward, job, list(ctx.saved_tensors), list(grads))
-
-
-def _call(job: Job, index: int, own: list[Tensor], sources: list[Any], side: Any) -> Any:
-    """fn, with these tensors for its parameters and buffers: functional_call, without its long search for tied ones."""
-    update, body = job.program.updates[index], job.plan.bodies[index]
-    held = {name: own[slot] for name, slot in job.plan.own[index]}
-    with _reparametrize_module(body, held):
-        out = body(*sources, **update.side_inputs(side))
-    for name, slot in job.plan.own[index]:
-        if held[name] is not own[slot]:  # what stands there after the call
-            refuse_edit(job.plan.where[index])
-    return out
-
-
-def _backward(job: Job, saved: list[Tensor], grads: list[Tensor]) -> tuple[Any, ...]:
-    first = sum(count for count, _ in job.specs.values())
-    state = job.state(iter(saved[:first]))
-    side_tensors, own = saved[first : first + len(job.side_needs)], saved[first + len(job.side_needs) :]
-    grad: dict[str, list[Any]] = {name: [None] * count for name, (count, _) in job.specs.items()}
-    rest = iter(grads)
-    for name in job.targets:
-        grad[name] = [next(rest) for _ in grad[name]]
-    of_side: list[Any] = [None] * len(side_tensors)
-    of_own: list[Any] = [None] * len(own)
-    for index in reversed(range(job.start, job.stop)):
-        _back(job, index, state, grad, side_tensors, of_side, own, of_own)
-    return (None, *[g for name in job.specs for g in grad[name]], *of_side, *of_own)
-
-
-def _back(
-    job: Job,
-    index: int,
-    state: dict[str, Any],
-    grad: dict[str, list[Any]],
-    side_tensors: list[Tensor],
-    of_side: list[Any],
-    own: list[Tensor],
-    of_own: list[Any],
-) -> None:
-    """One update: run fn again, undo it, add its gradients."""
-    update = job.program.updates[index]
-    sign = -1 if isinstance(update.rule, Inverted) else 1
-    names = list(dict.fromkeys(update.sources))
-    slots = list(dict.fromkeys(slot for _, slot in job.plan.own[index] if job.own_needs[slot]))
-    needed = [i for i, needs in enumerate(job.side_needs) if needs]
-    seen = {name: flatten(read(state[name])) for name in names}
-    after = state[update.target]
-
-    def again(leaves: list[Tensor], mine: list[Tensor], theirs: list[Tensor]) -> Any:
-        rest = iter(leaves)
-        values = {name: unflatten([next(rest) if _smooth(t) else t for t in flat], spec) for name, (flat, spec) in seen.items()}
-        parameters = list(own)
-        for slot, t in zip(slots, mine, strict=True):
-            parameters[slot] = t
-        given = list(side_tensors)
-        for i, t in zip(needed, theirs, strict=True):
-            given[i] = t
-        out = _call(job, index, parameters, [values[name] for name in update.sources], job.side(given))
-        parts = _partners(after, out) if update.rule.additive else flatten(out)[0]
-        return [part if _smooth(part) else part.to(torch.float32) for part in parts], out
-
-    leaves = [t for flat, _ in seen.values() for t in flat if _smooth(t)]
-    second_run(1)
-    made: Any = vjp(again, leaves, [own[slot] for slot in slots], [side_tensors[i] for i in needed], has_aux=True)
-    second_run(-1)
-    parts, pull, out = made
-    before = after if job.keeps else update.rule.undo(after, out)
-    state[update.target] = before
-    given = grad[update.target]
-    if update.rule.additive:
-        heads = after.heads(given) if isinstance(after, Exact) else given
-        of_parts = [(g if sign > 0 else -g).to(part.dtype) for g, part in zip(heads, parts, strict=True)]
-    else:
-        _, back, *_ = vjp(update.rule.apply, before, out)
-        of_before, of_out = back(unflatten(given, flatten(after)[1]))
-        grad[update.target] = flatten(of_before)[0]
-        of_parts = flatten(of_out)[0]
-    of_leaves, of_mine, of_theirs = pull(of_parts)
-    rest = iter(of_leaves)
-    for name in names:
-        flat = seen[name][0]
-        found = [next(rest) if _smooth(t) else None for t in flat]
-        if isinstance(state[name], Exact):
-            found = state[name].grads_to(found)
-        grad[name] = [_sum(a, b) for a, b in zip(grad[name], found, strict=True)]
-    for slot, g in zip(slots, of_mine, strict=True):
-        of_own[slot] = _sum(of_own[slot], g)
-    for i, g in zip(needed, of_theirs, strict=True):
-        of_side[i] = _sum(of_side[i], g)
-
-
-def _partners(value: Any, out: Any) -> list[Tensor]:
-    """The leaves of what was added to a stream, in the order of the stream's own."""
-    spec = value.form.spec if isinstance(value, Exact) else flatten(value)[1]
-    return [out] if spec is None else spec.flatten_up_to(out)
-
-
-def _smooth(t: Tensor) -> bool:
-    """Whether there are gradients of such numbers."""
-    return t.is_floating_point() or t.is_complex()
-
-
-def _sum(a: Any, b: Any) -> Any:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
+        return _under(job.modes, backward, job, list(ctx.saved_tensors), list(grads))

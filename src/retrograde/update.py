@@ -1,106 +1,19 @@
-"""Update, the one building block; rules, the ways to apply one; Program, a checked list of them."""
+"""Update, the one building block; Program, a checked list of them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from . import arithmetic
+from .arithmetic import exact_targets
 from .errors import ProgramError, at
-from .exact import Exact
 from .purse import Learned
-from .streams import each, flatten, leaf_mismatch, mismatch
+from .rules import Add, Inverted, Rule
+from .streams import flatten
 from .trace_check import key_of
-
-
-class Rule(ABC):
-    """How the output of fn changes the target. `undo(apply(target, out), out)` is `target`.
-
-    Both take the whole stream and the whole output of fn. Write them with differentiable operations. Set `saves = False` only
-    if `apply` keeps no tensor for backward, as addition does; what it keeps is then not recovered.
-    """
-
-    saves = True
-    additive = False  # exact arithmetic knows it
-    symbol = "<-"
-
-    @abstractmethod
-    def apply(self, target: Any, out: Any) -> Any: ...
-
-    @abstractmethod
-    def undo(self, target: Any, out: Any) -> Any: ...
-
-    def mismatch(self, target: Any, out: Any) -> str | None:
-        """Why `out` does not fit `target`, or None."""
-        return None
-
-
-class Add(Rule):
-    """`target += out`, leaf by leaf, dicts by key. The default."""
-
-    saves = False
-    additive = True
-    symbol = "+="
-
-    def __init_subclass__(cls) -> None:
-        cls.additive = vars(cls).get("additive", False)  # what is derived from addition need not be one
-
-    def apply(self, target: Any, out: Any) -> Any:
-        return arithmetic.plus(target, out)
-
-    def undo(self, target: Any, out: Any) -> Any:
-        return arithmetic.plus(target, out, -1)
-
-    def mismatch(self, target: Any, out: Any) -> str | None:
-        if isinstance(target, Tensor):
-            return leaf_mismatch(target, out)
-        return mismatch(target.outline() if isinstance(target, Exact) else target, out)
-
-
-class Affine(Rule):
-    """`target = target * exp(log_scale) + shift`, where fn returns the pair `(log_scale, shift)`."""
-
-    symbol = "*+="
-
-    def apply(self, target: Any, out: Any) -> Any:
-        return each(_scale_shift, target, *out)
-
-    def undo(self, target: Any, out: Any) -> Any:
-        return each(_unshift_unscale, target, *out)
-
-    def mismatch(self, target: Any, out: Any) -> str | None:
-        if not isinstance(out, (tuple, list)) or len(out) != 2:
-            return f"fn must return a pair (log_scale, shift) for the affine rule, it returned a {type(out).__name__}"
-        return mismatch(target, out[0]) or mismatch(target, out[1])
-
-
-def _scale_shift(t: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
-    return (t * log_scale.exp() + shift).to(t.dtype)
-
-
-def _unshift_unscale(t: Tensor, log_scale: Tensor, shift: Tensor) -> Tensor:
-    return ((t - shift) * (-log_scale).exp()).to(t.dtype)
-
-
-class Inverted(Rule):
-    """Another rule with apply and undo exchanged."""
-
-    def __init__(self, rule: Rule):
-        self.rule, self.saves, self.additive = rule, rule.saves, rule.additive
-        self.symbol = "-=" if rule.symbol == "+=" else f"undo {rule.symbol}"
-
-    def apply(self, target: Any, out: Any) -> Any:
-        return self.rule.undo(target, out)
-
-    def undo(self, target: Any, out: Any) -> Any:
-        return self.rule.apply(target, out)
-
-    def mismatch(self, target: Any, out: Any) -> str | None:
-        return self.rule.mismatch(target, out)
 
 
 class _All:
@@ -152,7 +65,7 @@ class Update:
                 else f"{_short(self.fn)}, not callable"
             )
             raise ProgramError(f"{self}: fn is {what}")
-        if not sources:
+        if not sources and not self.rule.alone:
             raise ProgramError(f"{self}: no sources. Name the streams that fn reads")
         if self.target in sources:
             raise ProgramError(
@@ -199,6 +112,8 @@ class Program:
         self.taken = {name for update in self.updates if update.takes is not ALL for name in update.takes.values()}
         self.takes_all = any(update.takes is ALL for update in self.updates)
         self.components = self._components()
+        self.exact, self.inexact = exact_targets(self.updates)
+        self.multiplied = {update.target for update in self.updates if (update.rule.linear or (1,))[0] != 1}
         self.key = key_of(self)
         self.plan: Any = None  # of a trace (traced.py)
         self.back: Program | None = None  # the inverse, once it was asked for

@@ -18,17 +18,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from .errors import ProgramError
+from .rules import Add, Arguments, Invertible, Momentum, Rule
 from .streams import each
 from .update import Update
 
 Fn = Callable[..., Any]
 
 
-def pair(f: Fn, g: Fn, *, streams: Sequence[str] = ("x1", "x2"), takes: Sequence[Any] = ((), ())) -> list[Update]:
-    """x1 += f(x2); x2 += g(x1). RevNet, Reformer."""
+def pair(
+    f: Fn, g: Fn, *, streams: Sequence[str] = ("x1", "x2"), takes: Sequence[Any] = ((), ()), rule: Rule | None = None
+) -> list[Update]:
+    """x1 += f(x2); x2 += g(x1). RevNet, Reformer; with `rule=rg.Affine()` RealNVP, Glow."""
     x1, x2 = _exactly(2, "streams", streams)
     to_f, to_g = _exactly(2, "takes", takes)
-    return [Update(x1, f, x2, to_f), Update(x2, g, x1, to_g)]
+    rule = Add() if rule is None else rule
+    return [Update(x1, f, x2, to_f, rule), Update(x2, g, x1, to_g, rule)]
 
 
 def dual(
@@ -80,6 +84,33 @@ def groups(fns: Sequence[Fn], *, streams: Sequence[str] | None = None, takes: An
     first, *others = names
     chain = zip(others, fns[1:], names, strict=False)
     return [Update(first, OfSum(fns[0]), others, takes), *(Update(name, fn, before, takes) for name, fn, before in chain)]
+
+
+def momentum(f: Fn, gamma: float = 0.9, *, streams: Sequence[str] = ("x", "v"), takes: Any = ()) -> list[Update]:
+    """v = gamma * v + (1 - gamma) * f(x); x += v. A layer of a momentum residual net; v may start at zero."""
+    x, v = _exactly(2, "streams", streams)
+    return [Update(v, f, x, takes, Momentum(gamma)), Update(x, itself, v)]
+
+
+def itself(v: Any) -> Any:
+    return v
+
+
+itself.to_compile = ()  # type: ignore[attr-defined]  # by rg.compile_fns
+
+
+def invertible(
+    forward: Fn, inverse: Fn | None = None, *, stream: str = "x", sources: str | Sequence[str] = (), takes: Any = ()
+) -> list[Update]:
+    """x = forward(x, *sources, **side), undone by inverse(x, *sources, **side): functions of your own.
+
+    Without `inverse` it is `forward.inverse`, as modules of invertible nets have it.
+    """
+    if inverse is None:
+        inverse = getattr(forward, "inverse", None)
+    if not callable(forward) or not callable(inverse) or isinstance(forward, type):
+        raise ProgramError(f"invertible needs a function and its inverse, or a module with both; got {forward!r} and {inverse!r}")
+    return [Update(stream, Arguments(forward, inverse), sources, takes, Invertible(forward, inverse))]
 
 
 class OfSum(nn.Module):

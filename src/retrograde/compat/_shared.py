@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 from torch import nn
 
-from ..engine import run
+from ..engine import invert, run
 from ..errors import ProgramError
 from ..modules import checked_pair, halves, joined, refuse_hooks
 from ..replay import Draws, generators
@@ -86,3 +87,20 @@ class PairBlock(nn.Module):
         x1, x2 = halves(x, self.dim, BOTH_HALVES)
         out = run(pair(self.f, self.g, takes=takes), {"x1": x1, "x2": x2}, side, memory=self.memory)
         return joined(out["x1"], out["x2"], self.dim)
+
+
+def chained(parts: Iterable[tuple[int | None, list[Update]]], x: Any, *, back: bool = False, **options: Any) -> Any:
+    """Blocks one after the other, each given by the dim of its halves and its updates of x1 and x2; or back from their output.
+
+    Neighbours along one dim are one program. Where the dim is None the updates are of x, the whole input.
+    """
+    groups = [(dim, [u for _, updates in group for u in updates]) for dim, group in groupby(parts, key=lambda part: part[0])]
+    act = invert if back else run
+    for dim, updates in reversed(groups) if back else groups:
+        if dim is None:
+            x = act(updates, {"x": x}, **options)["x"]
+        else:
+            x1, x2 = halves(x, dim, "Pad it, or split along another dim")
+            out = act(updates, {"x1": x1, "x2": x2}, **options)
+            x = joined(out["x1"], out["x2"], dim)
+    return x

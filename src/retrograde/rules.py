@@ -1,0 +1,205 @@
+"""Rules: the ways in which the output of fn changes the target of an update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import arithmetic
+from .errors import ProgramError
+from .exact import Exact
+from .streams import each, leaf_mismatch, mismatch, tensors
+
+_LARGEST = 4096  # denominator of a factor that exact arithmetic multiplies by
+
+
+class Rule(ABC):
+    """How the output of fn changes the target. `undo(apply(target, out), out)` is `target`.
+
+    Both take the whole stream and the whole output of fn. Write them with differentiable operations. Set `saves = False` only
+    if `apply` keeps no tensor for backward, as addition does; what it keeps is then not recovered.
+    """
+
+    saves = True
+    linear: tuple[float, float] | None = None  # (a, b), if it is target = a·target + b·out
+    product: tuple[int, int] | None = None  # (n, d), if a = n/d: exact arithmetic knows such a rule
+    alone = False  # needs no sources
+    symbol = "<-"
+
+    @abstractmethod
+    def apply(self, target: Any, out: Any) -> Any: ...
+
+    @abstractmethod
+    def undo(self, target: Any, out: Any) -> Any: ...
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        """Why `out` does not fit `target`, or None."""
+        return None
+
+
+class Add(Rule):
+    """`target += out`, leaf by leaf, dicts by key. The default."""
+
+    saves = False
+    linear: tuple[float, float] | None = (1.0, 1.0)
+    product: tuple[int, int] | None = (1, 1)
+    symbol = "+="
+
+    def __init_subclass__(cls) -> None:
+        cls.linear = cls.product = None  # what is derived from addition need not be one
+
+    def apply(self, target: Any, out: Any) -> Any:
+        return arithmetic.plus(target, out)
+
+    def undo(self, target: Any, out: Any) -> Any:
+        return arithmetic.plus(target, out, -1)
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        if isinstance(target, Tensor):
+            return leaf_mismatch(target, out)
+        return mismatch(target.outline() if isinstance(target, Exact) else target, out)
+
+
+class Affine(Rule):
+    """`target = target * exp(log_scale) + shift`, where fn returns the pair `(log_scale, shift)`.
+
+    With `log=False` fn returns the scale itself. No scale may be zero, and a small one loses bits of the target for good:
+    `limit=c` keeps it between exp(-c) and exp(c), softly, so that nothing fn returns can do harm.
+    """
+
+    symbol = "*+="
+
+    def __init__(self, *, log: bool = True, limit: float | None = None):
+        if limit is not None and not (log and limit > 0):
+            raise ProgramError(f"limit is a positive number, for log_scale; got limit={limit!r} with log={log!r}")
+        self.log, self.limit = log, limit
+
+    def apply(self, target: Any, out: Any) -> Any:
+        return each(lambda t, scale, shift: (t * self._scale(t, scale) + shift).to(t.dtype), target, *out)
+
+    def undo(self, target: Any, out: Any) -> Any:
+        return each(lambda t, scale, shift: ((t - shift) / self._scale(t, scale)).to(t.dtype), target, *out)
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        name = "log_scale" if self.log else "scale"
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            return f"fn must return a pair ({name}, shift) for the affine rule, it returned a {type(out).__name__}"
+        return mismatch(target, out[0]) or mismatch(target, out[1])
+
+    def _scale(self, t: Tensor, given: Tensor) -> Tensor:
+        """In the precision of the stream: what 16 bits make of a scale must be undone as it is."""
+        if given.dtype != t.dtype:
+            given = given.to(t.dtype)
+        if self.limit is not None:
+            given = self.limit * (given / self.limit).tanh()
+        return given.exp() if self.log else given
+
+
+class Momentum(Rule):
+    """`target = gamma * target + (1 - gamma) * out`, with 0 < gamma < 1: the velocity of a momentum residual net.
+
+    Undoing divides by gamma, and so does it with every rounding error: in float they grow by 1/gamma with each update. Exact
+    arithmetic keeps what the product would lose (docs/rules.md).
+    """
+
+    saves = False
+    symbol = "~="
+    _own = True
+
+    def __init_subclass__(cls) -> None:
+        cls._own = False  # what is derived from it need not be linear
+
+    def __init__(self, gamma: float = 0.9):
+        if not isinstance(gamma, (int, float)) or not 0 < gamma < 1:
+            raise ProgramError(f"gamma must be a number between 0 and 1, got {gamma!r}: 0 leaves no way back, and 1 adds nothing")
+        self.gamma = gamma
+        if self._own:
+            self.linear = gamma, 1 - gamma
+            near = Fraction(gamma).limit_denominator(_LARGEST)
+            if float(near) == gamma:
+                self.product = near.numerator, near.denominator
+
+    def apply(self, target: Any, out: Any) -> Any:
+        if isinstance(target, Exact):
+            return target.drawn_to(out, *self.product)  # type: ignore[misc]
+        return each(lambda t, o: torch.lerp(t, o.to(t.dtype), 1 - self.gamma), target, out)
+
+    def undo(self, target: Any, out: Any) -> Any:
+        if isinstance(target, Exact):
+            return target.drawn_to(out, *self.product, undo=True)  # type: ignore[misc]
+        return each(lambda t, o: torch.lerp(t, o.to(t.dtype), 1 - 1 / self.gamma), target, out)
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        target = target.outline() if isinstance(target, Exact) else target
+        if not all(t.is_floating_point() or t.is_complex() for t in tensors(target)):
+            return "momentum is for streams of floating point"
+        return mismatch(target, out)
+
+
+class Invertible(Rule):
+    """`target = forward(target, *sources, **side)`, undone by `inverse`: a function of your own. See `rg.wirings.invertible`.
+
+    fn hands over the sources and side inputs as they are (`Arguments`).
+    """
+
+    alone = True
+
+    def __init__(self, forward: Callable[..., Any], inverse: Callable[..., Any]):
+        self.forward, self.inverse = forward, inverse
+
+    def apply(self, target: Any, out: Any) -> Any:
+        sources, side = out
+        return self.forward(target, *sources, **side)
+
+    def undo(self, target: Any, out: Any) -> Any:
+        sources, side = out
+        return self.inverse(target, *sources, **side)
+
+
+class Arguments(nn.Module):
+    """What stands for fn in an update by an invertible function: it hands over its arguments, and has the function's modules."""
+
+    def __init__(self, forward: Any, inverse: Any):
+        super().__init__()
+        self.called = getattr(forward, "__name__", type(forward).__name__)
+        self.whole = isinstance(forward, nn.Module)
+        owners = (getattr(one, "__self__", one) for one in (forward, inverse))
+        self.parts = nn.ModuleList(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
+
+    @property
+    def to_compile(self) -> list[nn.Module]:
+        """What `rg.compile_fns` is to compile: the module that is called, and not the methods of others."""
+        return list(self.parts)[:1] if self.whole else []
+
+    @property
+    def __name__(self) -> str:
+        return self.called
+
+    def forward(self, *sources: Any, **side: Any) -> tuple[Any, Any]:
+        return sources, side
+
+
+class Inverted(Rule):
+    """Another rule with apply and undo exchanged."""
+
+    def __init__(self, rule: Rule):
+        self.rule, self.saves, self.alone = rule, rule.saves, rule.alone
+        self.symbol = "-=" if rule.symbol == "+=" else f"undo {rule.symbol}"
+        if rule.linear is not None:
+            a, b = rule.linear
+            self.linear = 1 / a, -b / a
+        self.product = rule.product and (rule.product[1], rule.product[0])
+
+    def apply(self, target: Any, out: Any) -> Any:
+        return self.rule.undo(target, out)
+
+    def undo(self, target: Any, out: Any) -> Any:
+        return self.rule.apply(target, out)
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        return self.rule.mismatch(target, out)
