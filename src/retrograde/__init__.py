@@ -8,6 +8,7 @@ from .memory import Anchor, Budget, ReverseAbove, StoreLast
 from .modules import Reversible, ReversibleSequence
 from .replay import replaying
 from .step_in_backward import step_in_backward
+from .transformer import from_transformer
 from .update import ALL, Add, Affine, Rule, Update
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "Update",
     "check",
     "compile_fns",
+    "from_transformer",
     "invert",
     "replaying",
     "run",
