@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-peers lint format clean
+.PHONY: demo test test-slow test-peers test-integrations lint format clean
 
 demo: .venv/installed  # a second thread gains a third on such small tensors, and costs five times that on a busy machine
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
@@ -16,6 +16,9 @@ test-slow: .venv/installed
 
 test-peers: .venv/peers
 	$(TEST) -q -m peers tests/peers
+
+test-integrations: .venv/integrations
+	$(TEST) -q -m integrations tests/integrations
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -34,6 +37,10 @@ format: .venv/installed
 
 .venv/peers: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	touch $@
+
+.venv/integrations: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
 	touch $@
 
 clean:
