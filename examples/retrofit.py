@@ -24,6 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[report
 
 from retrograde.integrations.transformers import Retrofit, reversible_
 
+Compared = tuple[float, float, float, Retrofit]
+
 
 def small_llama(depth: int, width: int, length: int) -> Any:
     heads = max(1, width // 16)
@@ -82,7 +84,7 @@ def held_out(model: Any, data: Tensor, length: int) -> float:
     return float(torch.stack(losses).mean())
 
 
-def compare(depth: int, width: int, length: int, pretrain: int, steps: int, rise: int) -> tuple[float, float, float, Retrofit]:
+def compare(depth: int, width: int, length: int, pretrain: int, steps: int, rise: int, end: float) -> Compared:
     """Held-out losses after fine-tuning the original and the retrofit, and how far their outputs are apart at the start."""
     torch.manual_seed(0)
     text = reference()
@@ -93,7 +95,7 @@ def compare(depth: int, width: int, length: int, pretrain: int, steps: int, rise
     ids = text[None, :length].long()
     with torch.no_grad():
         apart = float((original(ids).logits - model(ids).logits).abs().max())
-    retrofit = Retrofit(model, rise)
+    retrofit = Retrofit(model, rise, end=end)
     train(original, text[:cut], steps, length, 1e-3)
     train(model, text[:cut], steps, length, 1e-3, retrofit)
     return held_out(original, text[cut:], length), held_out(model, text[cut:], length), apart, retrofit
@@ -106,7 +108,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="bytes in a sequence")
     parser.add_argument("--pretrain", type=int, default=800, help="steps")
     parser.add_argument("--steps", type=int, default=800, help="steps of fine-tuning")
-    parser.add_argument("--rise", type=int, default=250, help="steps in which beta rises from 0 to 1")
+    parser.add_argument("--rise", type=int, default=250, help="steps in which beta rises from 0 to its end")
+    parser.add_argument("--end", type=float, default=0.9, help="the last beta")
     options = vars(parser.parse_args())
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     plain, mine, apart, retrofit = compare(**options)

@@ -110,6 +110,8 @@ def test_rises_and_switches_on(caplog):
         Retrofit(zoo.made(zoo.llama), 10)
     with pytest.raises(rg.ProgramError, match="at least one step"):
         Retrofit(model, 0)
+    with pytest.raises(rg.ProgramError, match="the last beta"):
+        Retrofit(model, 10, end=0)
 
 
 def test_goes_on_after_a_break(tmp_path):
@@ -124,6 +126,18 @@ def test_goes_on_after_a_break(tmp_path):
     batch = zoo.batch_for(model)
     torch.testing.assert_close(loaded.eval()(**batch).logits, model.eval()(**batch).logits)
     assert Retrofit(loaded, 10, start=4).beta == 0.4
+
+
+def test_an_end_below_one_is_measured_for_good():
+    """Also of a net that was loaded: it begins under checkpoint, and reversal comes on when it is measured."""
+    model = reversible_(zoo.made(zoo.llama), beta=0.9).train()
+    retrofit, batch = Retrofit(model, 2, end=0.9, start=2, check_every=1), zoo.batch_for(model)
+    assert model.reversible.used_memory == "checkpoint"
+    for _ in range(4):
+        model(**batch).loss.backward()
+        retrofit.step()
+    assert model.reversible.used_memory == "reverse"
+    assert [made.beta for made in retrofit.history] == [0.9] * 3
 
 
 def test_under_the_trainer(tmp_path):
@@ -143,13 +157,15 @@ def test_under_the_trainer(tmp_path):
     assert logged[-1]["gradient_error"] < 1e-2
 
 
-def test_fine_tuning_ends_where_the_original_ends(monkeypatch):
+@pytest.mark.parametrize("end", [0.9, 1.0])
+def test_fine_tuning_ends_where_the_original_ends(monkeypatch, end):
     """Within 2 %; `examples/retrofit.py` on its defaults is the same with a larger net."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     sys.modules.pop("retrofit", None)
     import retrofit
 
-    plain, mine, apart, made = retrofit.compare(depth=3, width=32, length=32, pretrain=150, steps=200, rise=60)
+    plain, mine, apart, made = retrofit.compare(depth=3, width=32, length=32, pretrain=150, steps=200, rise=60, end=end)
     assert apart <= 1e-5
     assert mine <= 1.02 * plain
+    assert made.beta == end
     assert made.history[-1].memory == "reverse"

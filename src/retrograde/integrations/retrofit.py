@@ -1,4 +1,4 @@
-"""A pretrained net becomes reversible while it is fine-tuned: its coefficient β rises from 0 to 1."""
+"""A pretrained net becomes reversible while it is fine-tuned: its coefficient β rises from 0."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ class Measured:
 class Retrofit:
     """Raises β of a model from `reversible_(model, beta=0)` over `steps` steps, and switches reversal on when it can be.
 
-    Call `step()` after each step of the optimizer, or give `callback()` to the `Trainer`. β = `schedule(progress)`, with a
-    progress from 0 to 1; linear by default. Every `check_every` steps the next forward pass in training measures the error of
-    gradients under reversal against checkpointing, for a random gradient of the output: two forward and backward passes of the
-    layers more. While it is under `tolerance` the model runs under its own memory policy, else under "checkpoint"; at β = 1, with
-    reversal on, nothing more is measured. Every measurement is logged (logger "retrograde", INFO) and kept in `history`. To go on
-    after a break give the step as `start`.
+    Call `step()` after each step of the optimizer, or give `callback()` to the `Trainer`. β = `end * schedule(progress)`, with a
+    progress from 0 to 1; linear by default. An `end` below 1, as 0.9, stays closer to the original net, and each layer undone
+    divides rounding errors by it: for float32. In 16 bits only β = 1 has exact arithmetic.
+
+    Every `check_every` steps the next forward pass in training measures the error of gradients under reversal against
+    checkpointing, for a random gradient of the output: two forward and backward passes of the layers more. While it is under
+    `tolerance` the model runs under its own memory policy, else under "checkpoint"; at β = 1, with reversal on, nothing more is
+    measured. Every measurement is logged (logger "retrograde", INFO) and kept in `history`. To go on after a break give the step
+    as `start`.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Retrofit:
         model: nn.Module,
         steps: int,
         *,
+        end: float = 1.0,
         start: int = 0,
         check_every: int | None = None,
         tolerance: float = 1e-2,
@@ -54,7 +58,10 @@ class Retrofit:
             raise ProgramError("Retrofit takes a model from reversible_(model, beta=0)")
         if steps < 1:
             raise ProgramError(f"Retrofit needs at least one step, got {steps}")
-        self.stack, self.steps, self.count, self.tolerance, self.schedule = stack, steps, start, tolerance, schedule
+        if not 0 < end <= 1:
+            raise ProgramError(f"end, the last beta, must be above 0 and at most 1, got {end}")
+        self.stack, self.steps, self.end, self.count = stack, steps, end, start
+        self.tolerance, self.schedule = tolerance, schedule
         self.check_every = check_every or max(1, steps // 20)
         self.history: list[Measured] = []
         self._asked: int | None = None
@@ -69,12 +76,12 @@ class Retrofit:
         self._settle()
         self.count += 1
         self._set()
-        rising = self.count < self.steps or not self.stack.reversing
-        if self.count == self.steps or (rising and self.count % self.check_every == 0):
+        settled = self.beta == 1 and self.stack.reversing
+        if self.count == self.steps or (not settled and self.count % self.check_every == 0):
             self.stack.due, self.stack.error, self._asked = True, None, self.count
 
     def _set(self) -> None:
-        self.stack.beta = 1.0 if self.count >= self.steps else self.schedule(self.count / self.steps)
+        self.stack.beta = self.end * (1.0 if self.count >= self.steps else self.schedule(self.count / self.steps))
 
     def _settle(self) -> None:
         """What the forward pass of this step has measured, if it was asked to."""
