@@ -19,10 +19,12 @@ def _fresh():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "accelerate_loop", "lightning_loop"])
+@pytest.mark.parametrize("name", ["plain_loop", "accelerate_loop", "lightning_loop", "deepspeed_loop"])
 def test_example_learns(name, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     options = {"enable_progress_bar": False, "enable_model_summary": False} if name == "lightning_loop" else {}
+    if name == "deepspeed_loop":
+        pytest.importorskip("deepspeed")  # not installed by `make test-integrations`: it is built from source
     losses = importlib.import_module(name).train(steps=25, **options)
     assert len(losses) == 25
     assert losses[0] > 5

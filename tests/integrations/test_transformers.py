@@ -212,6 +212,7 @@ def test_trainer_lowers_the_loss(make, tmp_path):
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         max_grad_norm=1.0,
+        bf16=make is zoo.llama,  # mixed precision
         save_steps=30,
         use_cpu=True,
         disable_tqdm=True,
