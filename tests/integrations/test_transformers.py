@@ -180,6 +180,8 @@ def test_the_cache_is_dropped_while_gradients_are_recorded():
     assert cache.get_seq_length() == 5
     with pytest.raises(rg.ProgramError, match="a filled KV cache"):
         model(ids, past_key_values=cache)
+    with pytest.raises(rg.ProgramError, match="given by position"):
+        model.model(ids, None, None, cache)
 
 
 @pytest.mark.parametrize("make", [zoo.llama, zoo.qwen2, zoo.gpt2, zoo.bert, zoo.vit], ids=lambda make: make.__name__)

@@ -228,7 +228,10 @@ class Calls:
             raise ProgramError("encoder_hidden_states: cross-attention is not supported in a reversible stack")
         given.pop("encoder_attention_mask", None)
         if torch.is_grad_enabled() and given.get("past_key_values") is not None:
-            given["past_key_values"] = None  # it would be filled a second time in backward; `forward` has refused a filled one
+            raise ProgramError(
+                "a KV cache was given by position while gradients are recorded, where a reversible model uses none. Use "
+                "torch.no_grad(), or leave it out"
+            )
         self.sides.append(given)
         return self.stack.run(hidden, self.sides) if index + 1 == len(layers) else hidden
 
