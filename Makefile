@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-peers docs lint format clean
+.PHONY: demo test test-slow test-peers test-integrations docs lint format clean
 
 demo: .venv/installed  # a second thread gains a third on such small tensors, and costs five times that on a busy machine
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
@@ -19,6 +19,9 @@ test-peers: .venv/peers
 
 docs: .venv/installed  # into site/; open site/index.html. A warning is an error (with --quiet none would be counted)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+test-integrations: .venv/integrations
+	$(TEST) -q -m integrations tests/integrations
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -37,6 +40,10 @@ format: .venv/installed
 
 .venv/peers: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	touch $@
+
+.venv/integrations: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
 	touch $@
 
 clean:

@@ -9,6 +9,7 @@ from .modules import Reversible, ReversibleSequence
 from .replay import replaying
 from .rules import Add, Affine, Invertible, Momentum, Rule
 from .step_in_backward import step_in_backward
+from .transformer import from_transformer
 from .update import ALL, Update
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "Update",
     "check",
     "compile_fns",
+    "from_transformer",
     "invert",
     "replaying",
     "run",

@@ -1,0 +1,172 @@
+"""from_transformer: the layers of `torch.nn.TransformerEncoder` and `TransformerDecoder` as reversible blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .errors import ProgramError
+from .modules import ReversibleSequence
+
+Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+
+
+def from_transformer(
+    layers: Layer | nn.TransformerEncoder | nn.TransformerDecoder | Iterable[Layer],
+    *,
+    memory: Any = "reverse",
+    arithmetic: str = "auto",
+) -> FromTransformer:
+    """A reversible net of pre-norm transformer layers, made of their own modules: attention is f, the feedforward part is g.
+
+    `layers` is a `TransformerEncoder`, a `TransformerDecoder`, one of their layers or several of them. What these take beside
+    the sequence is a side input under the same name: `mask` (of a layer: `src_mask`), `src_key_padding_mask`, `is_causal`; of a
+    decoder `memory`, `tgt_mask`, `memory_mask` and so on. In a decoder layer f is self-attention followed by attention to
+    `memory`. A final norm is applied to the mean of the two streams.
+
+    Parameters are shared with the given layers, but the two-stream net is another function than theirs: x1 += f(x2) in the place
+    of x += f(x). Post-norm layers are refused.
+
+    >>> import torch, retrograde as rg
+    >>> layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
+    >>> net = rg.from_transformer(torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+    >>> net(torch.randn(2, 5, 16), src_key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)).shape
+    torch.Size([2, 5, 16])
+    """
+    norm = None
+    if isinstance(layers, (nn.TransformerEncoder, nn.TransformerDecoder)):
+        _refuse_own("forward", layers, (nn.TransformerEncoder, nn.TransformerDecoder))
+        layers, norm = layers.layers, layers.norm  # type: ignore[assignment]
+    elif isinstance(layers, Layer):
+        layers = [layers]
+    elif isinstance(layers, nn.Module) and not isinstance(layers, (nn.ModuleList, nn.Sequential)):
+        raise _not_a_layer(layers)
+    blocks = [_block(index, layer) for index, layer in enumerate(layers)]  # type: ignore[arg-type]
+    return FromTransformer(blocks, norm, memory=memory, arithmetic=arithmetic)
+
+
+class FromTransformer(ReversibleSequence):
+    """A `ReversibleSequence` with the final norm of the stack that it was made of."""
+
+    def __init__(self, blocks: Iterable[Any], norm: nn.Module | None, **options: Any):
+        super().__init__(blocks, **options)
+        self.norm = norm
+
+    def forward(self, x: Any, /, **side: Any) -> Any:
+        out = super().forward(x, **side)
+        return out if self.norm is None else self.norm(out)
+
+
+class SelfAttention(nn.Module):
+    """norm1, self_attn and dropout1 of an encoder layer."""
+
+    def __init__(self, layer: nn.TransformerEncoderLayer):
+        super().__init__()
+        self.norm, self.attention, self.dropout = layer.norm1, layer.self_attn, layer.dropout1
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = False,
+    ) -> Tensor:
+        if mask is not None and src_mask is not None:
+            raise ProgramError("mask and src_mask are two names of the same side input: give one of them")
+        mask = src_mask if mask is None else mask
+        return _attend(self, x, None, mask, src_key_padding_mask, is_causal)
+
+
+class Attention(nn.Module):
+    """One of the two attentions of a decoder layer, with its norm and its dropout."""
+
+    def __init__(self, norm: nn.Module, attention: nn.Module, dropout: nn.Module):
+        super().__init__()
+        self.norm, self.attention, self.dropout = norm, attention, dropout
+
+
+class BothAttentions(nn.Module):
+    """Self-attention, then attention to `memory`, of a decoder layer: what the two add to x together."""
+
+    def __init__(self, layer: nn.TransformerDecoderLayer):
+        super().__init__()
+        self.own = Attention(layer.norm1, layer.self_attn, layer.dropout1)
+        self.cross = Attention(layer.norm2, layer.multihead_attn, layer.dropout2)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        own = _attend(self.own, x, None, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        return own + _attend(self.cross, x + own, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+
+
+class FeedForward(nn.Module):
+    """The last norm and the feedforward part of a layer."""
+
+    def __init__(self, layer: Layer):
+        super().__init__()
+        decoder = isinstance(layer, nn.TransformerDecoderLayer)
+        self.norm, self.dropout_out = (layer.norm3, layer.dropout3) if decoder else (layer.norm2, layer.dropout2)
+        self.linear1, self.dropout, self.linear2 = layer.linear1, layer.dropout, layer.linear2
+        self.activation = layer.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Any = self.activation(self.linear1(self.norm(x)))
+        return self.dropout_out(self.linear2(self.dropout(inner)))
+
+
+def _attend(part: Any, x: Tensor, memory: Tensor | None, mask: Any, padding: Any, is_causal: bool | None) -> Tensor:
+    x = part.norm(x)
+    keys = x if memory is None else memory
+    masks = {"attn_mask": _additive(mask, x, "mask"), "key_padding_mask": _additive(padding, x, "key_padding_mask")}
+    return part.dropout(part.attention(x, keys, keys, **masks, is_causal=bool(is_causal), need_weights=False)[0])
+
+
+def _additive(mask: Tensor | None, x: Tensor, name: str) -> Tensor | None:
+    """A mask of bools as numbers to add, as the layers of torch do it: two masks of different kinds are a warning there."""
+    if mask is None:
+        return None
+    return F._canonical_mask(mask, name, other_type=None, other_name="", target_type=x.dtype, check_other=False)
+
+
+def _block(index: int, layer: Any) -> tuple[nn.Module, nn.Module]:
+    if not isinstance(layer, Layer):
+        raise _not_a_layer(layer)
+    for name in ("forward", "_sa_block", "_mha_block", "_ff_block"):
+        _refuse_own(name, layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+    if not layer.norm_first:
+        raise ProgramError(
+            f"layer {index} is post-norm (norm_first=False): its norm acts on the sum of stream and branch, so the stream before "
+            "it cannot be recovered by subtraction. Build it with norm_first=True; weights trained post-norm do not carry over"
+        )
+    decoder = isinstance(layer, nn.TransformerDecoderLayer)
+    return BothAttentions(layer) if decoder else SelfAttention(layer), FeedForward(layer)
+
+
+def _refuse_own(name: str, given: nn.Module, kinds: tuple[type, ...]) -> None:
+    kind = next(kind for kind in kinds if isinstance(given, kind))
+    if getattr(type(given), name, None) is not getattr(kind, name, None):
+        raise ProgramError(
+            f"{type(given).__name__} has a {name} of its own, which the reversible blocks would not run. "
+            "Write f and g of it yourself, and give them to rg.ReversibleSequence"
+        )
+
+
+def _not_a_layer(given: Any) -> ProgramError:
+    return ProgramError(
+        f"from_transformer takes torch's TransformerEncoder, TransformerDecoder or layers of them, got a {type(given).__name__}. "
+        "For models of Hugging Face see retrograde.integrations.transformers; for other layers give pairs (f, g) to "
+        "rg.ReversibleSequence"
+    )

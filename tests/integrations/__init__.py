@@ -1,0 +1,1 @@
+"""Models and loops of other libraries: `make test-integrations`."""
