@@ -33,9 +33,9 @@ def test_example_learns(name, monkeypatch):
 
 @pytest.mark.parametrize("page", ["transformers.md", "frameworks.md"])
 def test_code_of_docs(page, tmp_path, monkeypatch):
-    """Blocks marked `python integrations`, which the ordinary suite passes by."""
+    """Blocks marked `{ .python .integrations }`, which the ordinary suite passes by."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python(?: integrations)?\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    blocks = re.findall(r"```(?:python|\{ \.python \.integrations \})\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     assert blocks
     names: dict = {}
     for block in blocks:

@@ -105,7 +105,9 @@ def _cell(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return size(value)
     if isinstance(value, float):
-        return f"{value:.1f}" if name.endswith("seconds") else f"{value:.2g}"
+        if value >= 1000:
+            return f"{value:,.0f}"
+        return f"{value:.1f}" if name.endswith("seconds") else f"{value:.3f}" if name.endswith("bits") else f"{value:.2g}"
     return str(value)
 
 

@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 
 from ..bench.picture import FAINT, INK, color_of, save_png
 from ..bench.report import size
+from ..errors import BudgetTooSmall
 from .plan import Plan
-from .predict import WAYS, Planner, TooSmall
+from .predict import WAYS, Planner
 
 NEAR = 0.06  # of the height: labels that are nearer would touch
 FAR = 2.5  # times the memory
@@ -25,7 +26,7 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
         for depth in depths:
             try:
                 lines.setdefault(way, []).append((depth, planner.at(way, (depth, s["seq"], s["batch"])).peak))
-            except TooSmall:
+            except BudgetTooSmall:
                 break
     highest = max(peak for line in lines.values() for _, peak in line)
     top = min(highest, FAR * s["memory"]) if s["memory"] else highest  # what is far beyond the memory need not be seen

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..bench.report import size
-from .predict import WAYS, Planner, Predicted, TooSmall
+from ..errors import BudgetTooSmall
+from .predict import WAYS, Planner, Predicted
 from .reach import deepest, longest, widest
 from .subject import takes
 from .verdict import verdict
@@ -74,7 +75,7 @@ def make_plan(planner: Planner, did: Callable[[str], object] = lambda way: None)
     for way in WAYS:
         try:
             found = planner.at(way, sizes)
-        except TooSmall as error:
+        except BudgetTooSmall as error:
             rows.append(Row(way, None, str(error)))
         else:
             rows.append(Row(way, found, fits=found.peak <= setting["room"] if setting["room"] else None))

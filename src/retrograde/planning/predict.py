@@ -47,10 +47,6 @@ class Predicted:
         return max(self.step, self.optimizer)
 
 
-class TooSmall(Exception):
-    """A budget in which no function can run."""
-
-
 class Planner:
     """Predictions for one setting. Steps that were traced are remembered."""
 
@@ -106,7 +102,7 @@ class Planner:
         return round(2 * (block + trained) + own - depth * block + trainable - depth * trained)
 
     def at(self, way: str, sizes: Sizes, budget: int | None = None) -> Predicted:
-        """The way at these sizes; raises TooSmall."""
+        """The way at these sizes; raises BudgetTooSmall."""
         fixed = self.fixed(sizes, "reverse" if way == "budget" else way)
         grads = self.setting["grads"]
         share = self.shares if grads == "none" else 0.0
@@ -164,10 +160,7 @@ class Planner:
             others = max(low.windows(0.0)) - LOW * block
             less = max(0, min(int((limit - others) / block) - LOW, depth - HIGH))
             few = min(depth - less, 2 * LOW)  # of which it stores up to LOW, as a budget keeps more free than `others`
-        try:
-            found = self.trace(Budget(round(limit - less * block)), few, seq, batch)
-        except BudgetTooSmall as error:
-            raise TooSmall(str(error)) from error
+        found = self.trace(Budget(round(limit - less * block)), few, seq, batch)
         stored = less + max(0.0, found.kept - self.trace("reverse", few, seq, batch).kept) / block if block > 0 else 0.0
         trainable = self.along("reverse", sizes, lambda t: t.trainable) - found.trainable
         first = found.trainable / few
