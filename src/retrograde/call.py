@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from .update import Update
 Streams: TypeAlias = dict[str, Any]
 _USUAL = frozenset((Tensor,))
 
-observer: Callable[..., None] | None = None  # rg.check looks over the engine's shoulder through this
+observer: Any = None  # rg.check looks over the engine's shoulder through this
 
 
 def sources_of(update: Update, state: Streams) -> list[Any]:
@@ -37,6 +37,8 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
     except RuntimeError:  # inference tensors have none
         own = [t for t in own if not t.is_inference()]
         versions = [t._version for t in own]
+    if observer is not None:
+        observer.enters(index, update, sources, kwargs)
     try:
         if mode is None:
             out = update.fn(*sources, **kwargs)
@@ -52,7 +54,7 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
         edited = {id(t) for t, version in zip(own, versions, strict=True) if t._version != version}
         raise errors.edited_by_fn(errors.at(index, update), _name_of(edited, update, state, sources, kwargs))
     if observer is not None:
-        observer(index, update, sources, out)
+        observer(index, update, state, sources, out)
     return out
 
 
