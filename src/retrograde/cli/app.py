@@ -19,6 +19,8 @@ COMMANDS = {  # name: what it does; the module has the same name
     "bench": "compare time, memory and gradients of your block under every way to train it",
     "train": "train a deep language model on your text, or on the sources of Python's standard library",
     "sample": "let a model that was trained write",
+    "check": "is your block or net sound: does it repeat exactly, do its gradients agree, how far does it drift",
+    "drift": "how far recovered streams and gradients drift, by depth, precision and arithmetic",
 }
 EXTRAS = {"tyro", "rich", "matplotlib", "PIL"}  # of retrograde[cli]
 MISUSED, INTERRUPTED = 2, 130
