@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import time
 
 import numpy as np
 import torch
@@ -49,13 +48,6 @@ class NumpyGenerator(Branch):
     def forward(self, x):
         y = self.fn(x)
         return y * float(self.rng.random())  # here
-
-
-class Clock(Branch):
-    def forward(self, x):
-        y = self.fn(x)
-        now = time.perf_counter()  # here
-        return y * (1 + now % 1)
 
 
 class Counter(Branch):
@@ -249,7 +241,7 @@ class ByReplaying(Branch):
 
 
 python_random, numpy_random, numpy_generator = map(block_of, (PythonRandom, NumpyRandom, NumpyGenerator))
-clock, counter, list_cache, remembered = map(block_of, (Clock, Counter, ListCache, Remembered))
+counter, list_cache, remembered = map(block_of, (Counter, ListCache, Remembered))
 edits_input, edits_data, global_step, global_iterator = map(block_of, (EditsInput, EditsData, GlobalStep, GlobalIterator))
 dropout_schedule, plain_tensor, wrong_shape = map(block_of, (DropoutSchedule, PlainTensor, WrongShape))
 spoils_saved, stale_function, replaying = map(block_of, (SpoilsSaved, StaleFunction, ByReplaying))
@@ -257,7 +249,6 @@ FAULTS = {  # factory: kind of the finding
     "python_random": "non-deterministic",
     "numpy_random": "non-deterministic",
     "numpy_generator": "stateful",
-    "clock": "non-deterministic",
     "counter": "stateful",
     "list_cache": "stateful",
     "remembered": "stateful",

@@ -52,7 +52,7 @@ def test_faults_are_found_with_their_lines(name, capsys):
         assert LINES[int(number) - 1].endswith("# here"), fault["line"]
         assert f"{fault['line']}: {fault['code']}" in shown
     assert ("instead: " in shown) == (name != "wrong_shape")
-    assert shown.endswith("\n1 fault\n")
+    assert shown.endswith("\n1 fault\n"), shown
     assert "\x1b" not in shown
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -15,7 +15,8 @@ from .update import Update
 Streams: TypeAlias = dict[str, Any]
 _USUAL = frozenset((Tensor,))
 
-observer: Any = None  # rg.check looks over the engine's shoulder through this
+observer: Callable[..., None] | None = None  # rg.check looks over the engine's shoulder through this, after a call …
+entering: Callable[..., None] | None = None  # … and before it
 
 
 def sources_of(update: Update, state: Streams) -> list[Any]:
@@ -37,8 +38,8 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
     except RuntimeError:  # inference tensors have none
         own = [t for t in own if not t.is_inference()]
         versions = [t._version for t in own]
-    if observer is not None:
-        observer.enters(index, update, sources, kwargs)
+    if entering is not None:
+        entering(index, update, state, sources, kwargs)
     try:
         if mode is None:
             out = update.fn(*sources, **kwargs)
@@ -54,7 +55,7 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
         edited = {id(t) for t, version in zip(own, versions, strict=True) if t._version != version}
         raise errors.edited_by_fn(errors.at(index, update), _name_of(edited, update, state, sources, kwargs))
     if observer is not None:
-        observer(index, update, state, sources, out)
+        observer(index, update, sources, out)
     return out
 
 

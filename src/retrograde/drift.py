@@ -66,7 +66,7 @@ class Pass:
         self.custom: dict[str, list[type]] = {}  # autograd.Functions of users that fn calls
         self.traces: dict[str, list[Tracer]] = {}
         self.states = python_states()
-        self._inside: list[tuple[Any, list[Any], Tracer | None]] = []  # calls that have begun, one inside of the other
+        self._inside: list[tuple[Any, Any, Tracer | None]] = []  # calls that have begun, one inside of the other
         self._firsts: dict[Any, list[tuple[list[Tensor], list[Tensor], list[str]]]] = {}
 
     def need(self) -> dict[str, Tensor]:
@@ -83,15 +83,15 @@ class Pass:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        calls.observer = self
+        calls.observer, calls.entering = self, self.enters
         try:
             yield
         finally:
-            calls.observer = None
+            calls.observer = calls.entering = None
             self._leave(None)
             self._firsts.clear()
 
-    def enters(self, index: int, update: Update, sources: list[Any], kwargs: Any) -> None:
+    def enters(self, index: int, update: Update, state: dict[str, Any], sources: list[Any], kwargs: Any) -> None:
         """Before a call."""
         tracer, where = None, at(index, update)
         if where in self.traced:
@@ -103,23 +103,23 @@ class Pass:
 
             tracer = Tracer(mark)
             self.traces.setdefault(where, []).append(tracer)
-        self._inside.append(((index, update), [totals(source) for source in sources], tracer))
+        self._inside.append(((index, update), ([totals(source) for source in sources], state.get(update.target)), tracer))
         if tracer is not None:
             tracer.start()
 
-    def _leave(self, key: Any) -> list[Any]:
-        """What the sources were like when this call began; those inside of it that have raised are over as well."""
+    def _leave(self, key: Any) -> Any:
+        """What sources and target were when this call began; those inside of it that have raised are over as well."""
         while self._inside:
             found, given, tracer = self._inside.pop()
             if tracer is not None:
                 tracer.stop()
             if found == key:
                 return given
-        return []
+        return None
 
-    def __call__(self, index: int, update: Update, state: dict[str, Any], sources: list[Any], out: Any) -> None:
+    def __call__(self, index: int, update: Update, sources: list[Any], out: Any) -> None:
         """After it."""
-        given = self._leave((index, update))
+        given, target = self._leave((index, update))
         then, self.states = self.states, python_states()
         changed, where = self.plain.changed_by(update.fn), at(index, update)
         edited = [name for name, t, was in zip(update.sources, sources, given, strict=True) if totals(t) != was]
@@ -132,7 +132,7 @@ class Pass:
             firsts.append((seen, gave, changed))
             if changed:
                 self.changed[where] = changed
-            if (missed := _missed(update, state, out)) is not None:
+            if (missed := _missed(update, target, out)) is not None:
                 self.undone[where] = update, missed
             if custom := _custom(sources, out):
                 self.custom[where] = custom
@@ -141,10 +141,9 @@ class Pass:
             self.twice.append(_compared(index, update, (seen, gave, drawn), firsts.pop()))
 
 
-def _missed(update: Update, state: dict[str, Any], out: Any) -> float | None:
+def _missed(update: Update, target: Any, out: Any) -> float | None:
     """How far `undo(apply(target, out), out)` is from the target, for rules that are not ours."""
     rule = update.rule.rule if isinstance(update.rule, Inverted) else update.rule
-    target = state[update.target]
     if type(rule) in (Add, Affine) or update.rule.mismatch(target, out):
         return None
     target = tree_map(lambda t: t.detach().clone(), read(target))

@@ -10,7 +10,6 @@ from tyro.conf import Positional, arg
 Number = Annotated[int | None, arg(metavar="INT", help_behavior_hint="")]
 Real = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")]
 Numbers = Annotated[tuple[int, ...], arg(metavar="INT ...", help_behavior_hint="")]
-Reals = Annotated[tuple[float, ...], arg(metavar="FLOAT ...", help_behavior_hint="")]
 Names = Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")]
 Sizes = Annotated[tuple[str, ...], arg(metavar="SIZE ...", help_behavior_hint="")]
 Text = Annotated[str, arg(metavar="TEXT", help_behavior_hint="")]
