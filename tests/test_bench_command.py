@@ -26,6 +26,7 @@ from retrograde.bench.sketch import error, sketch
 from retrograde.bench.variants import PEERS, Variant, chosen, installed, variants
 from retrograde.cli import app
 from retrograde.cli.bench_table import notes, table
+from retrograde.cli.parse import parsed
 from retrograde.cli.screen import console
 
 SIZES = ["--device", "cpu", "--dim", "16", "--heads", "2", "--seq", "8", "--batch", "2", "--depth", "2", "--rounds", "2"]
@@ -325,14 +326,14 @@ def test_an_interrupt_ends_the_worker_and_shows_what_there_is(here):
         ("--block blocks:three", "must return (f, g), or a module with f and g: block 0 is a list of 3"),
         ("--depth 0", "--depth must be 1 or more, got 0"),
         ("--depth 2 -1", "--depth must be 1 or more, got -1"),
-        ("--depth two", "Error parsing --depth"),
+        ("--depth two", "--depth 'two' is not a whole number"),
         ("--dim 0", "--dim must be 1 or more, got 0"),
         ("--rounds 1", "--rounds must be 2 or more, got 1"),
         ("--dim 10 --heads 4", "--dim 10 is not a multiple of --heads 4"),
         ("--shape 2 8", "our block takes (batch, seq, dim)"),
         ("--shape 2 0 16 --block blocks:good", "--shape must be 1 or more, got 0"),
         ("--timeout 0", "--timeout must be more than 0"),
-        ("--dtype int8", "invalid choice 'int8'"),
+        ("--dtype int8", "--dtype 'int8' is not one of: float32, "),
         ("--budget lots", "--budget 'lots' is not a size"),
         ("--variants reversed", "no variant is called 'reversed', there are: ordinary, "),
         ("--json no/such/folder/bench.json", "--json no/such/folder/bench.json: there is no directory no/such/folder"),
@@ -383,7 +384,7 @@ def test_commands_in_the_documentation_are_accepted(page):
     commands = re.findall(r"^(?:\$ )?retrograde bench(.*)", page.read_text(), re.MULTILINE)
     assert commands
     for command in commands:
-        options = app._parsed(Options, shlex.split(command, comments=True), "retrograde bench")
+        options = parsed(Options, shlex.split(command, comments=True), "retrograde bench")
         assert setting_of(options)
         assert variants_of(options, "cuda")
 

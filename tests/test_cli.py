@@ -1,5 +1,6 @@
 """The `retrograde` command: how it is called, and what it says when it is called in a way that cannot be."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from test_imports import environment, loaded_by
 
 import retrograde
+from retrograde.bench.report import as_json, size
 from retrograde.cli import app
 from retrograde.cli.given import Refused, at_least, byte_size, called, load, told, writable
 
@@ -38,7 +40,16 @@ def test_every_command_has_help_without_colours(name):
     done = retrograde_command(name, "--help")
     assert done.returncode == 0
     assert "--help" in done.stdout
+    assert "--json" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
+    assert "None" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", app.COMMANDS)
+def test_every_command_has_its_version(name, capsys):
+    assert app.main([name, "--version"]) == 0
+    assert capsys.readouterr().out == f"retrograde {retrograde.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +57,16 @@ def test_every_command_has_help_without_colours(name):
     [
         (["fly"], "there is no command 'fly', use one of: bench"),
         (["--fast"], "there is no command '--fast'"),
-        (["bench", "--fast"], "Unrecognized options: --fast (see retrograde bench --help)"),
+        (["benhc"], "there is no command 'benhc', use one of: bench, train, sample, check, drift, did you mean bench?"),
+        (["bench", "--fast"], "there is no option --fast (see retrograde bench --help)"),
+        (["bench", "--dept", "3"], "there is no option --dept, did you mean --depth? (see retrograde bench --help)"),
+        (["bench", "--dept=3"], "there is no option --dept, did you mean --depth?"),
+        (["bench", "twice"], "'twice' is one argument too many (see retrograde bench --help)"),
+        (["bench", "--depth"], "--depth needs a value"),
+        (["train", "--lr", "fast"], "--lr 'fast' is not a number (see retrograde train --help)"),
+        (["train", "--precision", "bf61"], "--precision 'bf61' is not one of: auto, float32, bf16, did you mean bf16?"),
+        (["bench", "--plot", "x.foo"], "--plot x.foo: pictures end in .png, .svg or .pdf"),
+        (["train", "--plot", "x.foo"], "--plot x.foo: pictures end in .png, .svg or .pdf"),
     ],
 )
 def test_refusals(arguments, message, capsys):
@@ -63,9 +83,7 @@ def test_refusals_of_the_parser_by_any_encoding():
     for encoding in ("ascii", "utf-8"):
         env = environment() | {"PYTHONIOENCODING": encoding}
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-        said = (
-            "retrograde: Error parsing --depth: Could not find valid parse for arguments: ['two'] (see retrograde bench --help)\n"
-        )
+        said = "retrograde: --depth 'two' is not a whole number (see retrograde bench --help)\n"
         assert (done.returncode, done.stderr) == (2, said)
 
 
@@ -129,7 +147,7 @@ def test_options_and_exit_code(command, capsys):
     command(lambda options: options.times)
     assert app.main(["try", "--times", "3"]) == 3
     assert app.main(["try", "--times", "x"]) == 2
-    assert "Error parsing --times" in capsys.readouterr().err
+    assert "--times 'x' is not a whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["tyro", "rich"])
@@ -228,6 +246,14 @@ def test_sizes(text, size):
 def test_no_sizes(text):
     with pytest.raises(Refused, match="--budget"):
         byte_size(text, "--budget")
+
+
+def test_sizes_in_words():
+    assert [size(n) for n in (0, 1 << 10, 1 << 20, 5 << 29)] == ["0.0 MiB", "1.0 KiB", "1.0 MiB", "2.50 GiB"]
+
+
+def test_json_has_no_infinity():
+    assert json.loads(as_json({"a": float("inf"), "b": [1.5, float("nan")]})) == {"a": None, "b": [1.5, None]}
 
 
 def test_paths_and_counts(tmp_path):

@@ -38,6 +38,9 @@ def test_train_then_sample(tmp_path, capsys):
         assert main(["sample", *map(str, more)]) == 0
         return capsys.readouterr().out
 
+    kept = json.loads(sample(run, "--prompt", "def ", "--bytes", "20", "--seed", "3", "--json", "-"))
+    assert (kept["run"], kept["prompt"], kept["seed"]) == (str(run), "def ", 3)
+    assert sample(run, "--prompt", "def ", "--bytes", "20", "--seed", "3") == f"def {kept['text']}\n"
     one = sample(run, "--prompt", "def ", "--bytes", "20", "--seed", "3", "--device", "cpu")
     assert one.startswith("def ")
     assert one == sample(run / "checkpoints" / "step-00000008.pt", "--prompt", "def ", "--bytes", 20, "--seed", 3)
@@ -47,21 +50,21 @@ def test_train_then_sample(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"depth": 0}, "depth must be 1 or more, got 0"),
-        ({"width": 18}, "width 18 is not a multiple of twice the heads, 2"),
+        ({"depth": 0}, "--depth must be 1 or more, got 0"),
+        ({"width": 18}, "--width 18 is not a multiple of twice the heads, 2"),
         ({"steps": "many"}, "many"),
-        ({"batch": -4}, "batch must be 1 or more, got -4"),
-        ({"lr": "nan"}, "lr must be 0 or more, got nan"),
+        ({"batch": -4}, "--batch must be 1 or more, got -4"),
+        ({"lr": "nan"}, "--lr must be 0 or more, got nan"),
         ({"memory": "none"}, "--memory 'none' is not one of: store, checkpoint, reverse, last:K, anchor:N, budget:3GiB"),
         ({"memory": "last:0"}, "--memory 'last:0' is not one of"),
         ({"memory": "budget:lots"}, "--memory 'lots' is not a size"),
         ({"memory": "budget:10"}, "rg.Budget(10) is too small"),
         ({"arithmetic": "fast"}, "arithmetic"),
-        ({"data": "nowhere"}, "data: there is no file or folder nowhere"),
+        ({"data": "nowhere"}, "--data: there is no file or folder nowhere"),
         ({"context": 100_000}, "bytes to train on in"),
-        ({"parallel": "ddp"}, "parallel ddp is for several processes: torchrun"),
-        ({"step_in_backward": True, "clip": 1}, "clip 1.0 does not go with step_in_backward"),
-        ({"step_in_backward": True, "accumulate": 2}, "accumulate 2 does not go with step_in_backward"),
+        ({"parallel": "ddp"}, "--parallel ddp is for several processes: torchrun"),
+        ({"step_in_backward": True, "clip": 1}, "--clip 1.0 does not go with --step-in-backward"),
+        ({"step_in_backward": True, "accumulate": 2}, "--accumulate 2 does not go with --step-in-backward"),
         ({"one_stream": True, "memory": "reverse"}, "a net of one stream cannot be reversed"),
         ({"sample": -1}, "--sample must be 0 or more"),
         ({"seed": -1}, "--seed must be 0 or more"),
@@ -76,6 +79,16 @@ def test_wrong_input_is_one_line(tmp_path, capsys, more, message):
     assert message in line
     assert "Traceback" not in said
     assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_the_outcome_as_json_and_the_curves_elsewhere(tmp_path, capsys):
+    assert main(command(tmp_path, json="-", plot=tmp_path / "curves.svg", sample=9)) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["steps"], told["setting"]["depth"], len(told["held_out_bits"])) == (8, 3, 2)
+    assert told["checkpoint"].endswith("step-00000008.pt")
+    assert told["sample"]
+    assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
+    assert not (tmp_path / "run" / "curves.png").exists()
 
 
 def test_a_run_is_not_written_over(tmp_path, capsys):

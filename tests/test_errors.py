@@ -330,6 +330,29 @@ def test_fn_edits_what_its_own_gradient_needs(memory):
     assert_next_step_is_right(net)
 
 
+class InPlace(torch.autograd.Function):
+    """x², whose backward works in place on what it saved: ordinary autograd does not mind."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].mul_(2)
+
+
+@pytest.mark.parametrize("index", [1, 3, 5])
+def test_backward_edits_a_recovered_stream(index):
+    """What is below would be recovered from the edited one."""
+    fns = mlps(6)
+    fns[index] = InPlace.apply
+    updates, streams = rg.wirings.leapfrog(fns), {"a": draw(), "b": draw()}
+    with pytest.raises(rg.ReplayError, match=rf"update {index}: b \+= apply\(a\): the backward pass of fn edited in place"):
+        loss_of(rg.run(updates, streams)).backward()
+
+
 # -- changes between the forward pass and backward ---------------------------------------------------------------------
 
 

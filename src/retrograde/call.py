@@ -15,7 +15,8 @@ from .update import Update
 Streams: TypeAlias = dict[str, Any]
 _USUAL = frozenset((Tensor,))
 
-observer: Callable[..., None] | None = None  # rg.check looks over the engine's shoulder through this
+observer: Callable[..., None] | None = None  # rg.check looks over the engine's shoulder through this, after a call …
+entering: Callable[..., None] | None = None  # … and before it
 
 
 def sources_of(update: Update, state: Streams) -> list[Any]:
@@ -37,6 +38,8 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
     except RuntimeError:  # inference tensors have none
         own = [t for t in own if not t.is_inference()]
         versions = [t._version for t in own]
+    if entering is not None:
+        entering(index, update, state, sources, kwargs)
     try:
         if mode is None:
             out = update.fn(*sources, **kwargs)

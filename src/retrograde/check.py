@@ -10,23 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .drift import Pass, Trial, Twice, norm, relative, tolerance, vector_error
-from .errors import NotRepeated, at
+from .drift import Pass, Trial, norm, relative, tolerance, vector_error
+from .errors import at
+from .findings import Finding, drifting, faults, with_lines, wrong_backward
 from .held import Held
 from .update import Update
-
-
-@dataclass
-class Finding:
-    """What is the matter with the fn of an update: it is "non-deterministic", "stateful" or "drifting"."""
-
-    where: str
-    kind: str
-    detail: str
-    program: str = ""  # the name in the net of the program that the update belongs to
-
-    def __str__(self) -> str:
-        return f"{self.program + ', ' if self.program else ''}{self.where}: {self.kind}: {self.detail}"
 
 
 @dataclass
@@ -39,6 +27,10 @@ class Report:
     cause: str | None = None
     findings: list[Finding] = field(default_factory=list)  # also where gradients agree; from the last update to update 0
     replayed: int = 0  # how many functions were run again in backward
+    gradient_error: float = 0.0  # of all gradients as one vector, relative to memory="store"
+    recovered: float = 0.0  # the largest relative error of the recovered sources of an update …
+    furthest: str | None = None  # … and that update
+    notes: list[str] = field(default_factory=list)  # what is no fault, but good to know
 
     @property
     def worst(self) -> float:
@@ -52,7 +44,9 @@ class Report:
         else:
             name = max(self.errors, key=lambda key: self.errors[key], default=None)
             worst = f"; largest relative error {self.worst:.1e}, of {name}" if name else ""
-            where = f"\nfirst (backward goes from the last update to update 0) at {self.first}: " if self.first else ": "
+            found = next((f for f in self.findings if f.where == self.first), None)
+            line = f" ({found.line})" if found and found.line else ""
+            where = f"\nfirst (backward goes from the last update to update 0) at {self.first}{line}: " if self.first else ": "
             said = f"gradients differ from memory='store'{worst}{where}{self.cause}"
         others = [f"found at {finding}" for finding in self.findings if self.ok or finding.where != self.first]
         more = [f"and {len(others) - 5} more, in .findings"] if len(others) > 5 else []
@@ -64,8 +58,10 @@ def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
 
     Gradients of parameters, inputs and side inputs; tolerance 1e-9 in float64, 1e-4 in float32, 5e-3 below. If they differ, the
     report names the first update where they part. Besides, `findings` has the fns that on the same sources do not return the same
-    bits twice (non-deterministic, stateful), and the first update whose sources are recovered with an error above the tolerance
-    (drifting). Nothing is left changed: no `.grad`, no buffer, no random state; but lazy modules are initialised.
+    bits twice (non-deterministic, stateful; also after another step, which fills caches), that edit their sources, whose rule or
+    autograd.Function is wrong, and the first update whose sources are recovered with an error above the tolerance (drifting);
+    each with the line to change, where it can be known. Nothing is left changed: no `.grad`, no buffer, no random state, no
+    plain attribute; but lazy modules are initialised.
 
     >>> import torch, retrograde as rg
     >>> net = rg.ReversibleSequence([(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)])
@@ -75,96 +71,67 @@ def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
     trial = Trial(net, inputs, side)
     own = trial.run()
     if own.error is not None:
-        findings, first = _faults(own), own.error.where
-        return Report(
-            ok=False, first=first, cause=_told(findings, first) or str(own.error).removeprefix(f"{first}: "), findings=findings
-        )
+        first, findings = own.error.where, with_lines(trial, faults(own), None)
+        cause = _told(findings, first) or str(own.error).removeprefix(f"{first}: ")
+        return Report(ok=False, first=first, cause=cause, findings=findings)
     true = trial.run("store").need()
-    kept = all(program.memory == "checkpoint" for program in trial.programs)
-    findings = _faults(own if kept else trial.run("checkpoint"))  # there every fn gets the very same sources twice
-    findings += _drifting(own, findings)
+    findings, notes = _repeated(trial, own)
+    findings += with_lines(trial, drifting(own, findings), None)
     total = norm(*true.values())
     if not math.isfinite(total):
         return Report(ok=False, cause="gradients are not finite under memory='store' either", findings=findings)
     errors = {name: relative(own.gradients[name], true[name], total * _noise(true[name])) for name in true}
     bad = [name for name in true if not errors[name] <= tolerance(true[name])]
-    if not bad:
-        return Report(ok=True, errors=errors, findings=findings, replayed=len(own.twice))
-    first, cause = _parting(own, findings) or _of_parameter(own, net, bad)
-    return Report(ok=False, errors=errors, first=first, cause=cause, findings=findings)
+    first, cause = None, None
+    if bad:
+        first, cause = _parting(own, findings) or _of_parameter(own, net, bad)
+        if not findings and (fault := wrong_backward(own, first)):
+            findings = [fault]
+            first, cause = fault.where, fault.cause
+    furthest = max(own.twice, key=lambda t: t.relative, default=None)
+    return Report(
+        ok=not bad,
+        errors=errors,
+        first=first,
+        cause=cause,
+        findings=findings,
+        replayed=len(own.twice),
+        gradient_error=vector_error(own.gradients, true),
+        recovered=furthest.relative if furthest else 0.0,
+        furthest=furthest.where if furthest and furthest.relative else None,
+        notes=notes,
+    )
 
 
-def _faults(made: Pass) -> list[Finding]:
-    """The fns that do not do the same twice."""
-    found = [Finding(t.where, *fault, t.program) for t in made.twice if (fault := _fault(t))]
-    error = made.error
-    if isinstance(error, NotRepeated) and error.where:
-        last = made.twice[-1] if made.twice and made.twice[-1].where == error.where else None
-        if last is None or not last.drawn:  # else its generator is the cause, and found already
-            changes = f" ({_changes(last)})" if last and last.changed else ""
-            message = str(error).removeprefix(f"{error.where}: ") + changes
-            found = [f for f in found if f.where != error.where]
-            found.append(Finding(error.where, "stateful", message, last.program if last else ""))
-    return found
-
-
-def _fault(t: Twice) -> tuple[str, str] | None:
-    """What a fn does wrong, if it does: kind and detail."""
-    other = f"run again on the same sources it returned something else, relative difference {t.output:.1e}"
-    if t.drawn:
-        what = f"it draws from {' and '.join(t.drawn)}, which backward does not repeat. Draw from torch's generators"
-        told = "" if t.relative else f" ({other if t.output else 'this time its output was the same'})"
-        return "non-deterministic", what + told
-    if t.relative or not t.output:
-        return None
-    if t.output <= t.rounding:
-        also = f" ({_changes(t)})" if t.changed else ""
-        return "non-deterministic", f"noise of {t.output:.0e}, as atomic additions make{also}"
-    if t.changed:
-        return (
-            "stateful",
-            f"{_changes(t)}, and {other}. Keep it in a buffer, which the second run sees as it was",
-        )
-    return "non-deterministic", f"random or stateful: {other}. Draw from torch's generators, keep what moves in buffers"
-
-
-def _changes(t: Twice) -> str:
-    return f"it changes its {' and its '.join(t.changed)}"
-
-
-def _drifting(own: Pass, faults: list[Finding]) -> list[Finding]:
-    """The first update with sources that are off, unless a fn above it is at fault."""
-    faulty = {(f.program, f.where) for f in faults}
-    for t in own.twice:
-        if t.drifted:
-            worst = max(own.twice, key=lambda one: one.relative)
-            detail = (
-                f"its sources were recovered with a relative error of {t.relative:.1e} (the largest is {worst.relative:.1e}, at "
-                f"update {worst.index}): undoing the updates above it rounds, or a rule's undo is not the inverse of its apply. "
-                "arithmetic='exact' (for additions), rg.Anchor or memory='checkpoint' help"
-            )
-            return [Finding(t.where, "drifting", detail, t.program)]
-        if (t.program, t.where) in faulty:
-            break
-    return []
+def _repeated(trial: Trial, own: Pass) -> tuple[list[Finding], list[str]]:
+    """Faults of fns on the very same sources, as checkpoint gives them: in a first step, or else in one after another."""
+    kept = all(program.memory == "checkpoint" for program in trial.programs)
+    made = own if kept else trial.run("checkpoint")
+    if found := faults(made):
+        return with_lines(trial, found, "checkpoint"), []
+    later = trial.run("checkpoint", after_another=True)
+    if found := faults(later):
+        return with_lines(trial, found, "checkpoint", after_another=True), []
+    names = ((where, " and its ".join(what)) for where, what in made.changed.items())
+    return [], [f"{where}: it changes its {what}, which did no harm here" for where, what in names]
 
 
 def _parting(own: Pass, findings: list[Finding]) -> tuple[str, str] | None:
     """The first update whose fn is at fault; or the first that saw or returned something else in its second run, and why."""
     for f in findings:
         if f.kind != "drifting":
-            return f.where, f"{f.kind}: {f.detail}"
+            return f.where, f.cause
     for t in own.twice:
         if t.parted:
             told = _told(findings, t.where, t.program)
             return t.where, told or f"in its second run fn returned something else, relative difference {t.output:.1e}"
-    return next(((f.where, f"{f.kind}: {f.detail}") for f in findings), None)
+    return next(((f.where, f.cause) for f in findings), None)
 
 
 def _told(findings: list[Finding], where: str | None, program: str | None = None) -> str | None:
     """What was found at an update."""
     fitting = (f for f in findings if f.where == where and program in (None, f.program))
-    return next((f"{f.kind}: {f.detail}" for f in fitting), None)
+    return next((f.cause for f in fitting), None)
 
 
 def _of_parameter(own: Pass, net: nn.Module, bad: list[str]) -> tuple[str | None, str]:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import pickle
-import random
-import sys
-import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +14,15 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from . import call as calls
-from .errors import ProgramError, RetrogradeError, at
-from .held import _STANDARD, Held
+from .errors import NotRepeated, ProgramError, RetrogradeError, at
+from .exact import read
+from .held import Held
+from .lines import Line, Tracer, parting, totals
 from .modules import Net, Reversible
+from .plain import Plain, put_back_python, python_states
 from .replay import Draws, generators, replaying
 from .streams import tensors
-from .update import Update
+from .update import Add, Affine, Inverted, Update
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -51,15 +49,24 @@ class Twice:
 
 
 class Pass:
-    """One forward and backward pass: what every fn was given and returned in its first run, compared with its second run."""
+    """One forward and backward pass: what every fn was given and returned in its first run, compared with its second run.
 
-    def __init__(self, plain: Plain):
-        self.plain = plain
+    The updates in `traced` are followed line by line.
+    """
+
+    def __init__(self, plain: Plain, traced: Collection[str] = ()):
+        self.plain, self.traced = plain, traced
         self.gradients: dict[str, Tensor] = {}
         self.error: RetrogradeError | None = None
         self.updates: list[tuple[int, Update]] = []  # in the order of their first runs
         self.twice: list[Twice] = []  # in the order of backward
+        self.edited: dict[str, tuple[Update, list[str]]] = {}  # sources that fn edits, by update
+        self.changed: dict[str, list[str]] = {}  # plain state that fn changes
+        self.undone: dict[str, tuple[Update, float]] = {}  # by how much undo misses what apply was given, for rules of users
+        self.custom: dict[str, list[type]] = {}  # autograd.Functions of users that fn calls
+        self.traces: dict[str, list[Tracer]] = {}
         self.states = python_states()
+        self._inside: list[tuple[Any, Any, Tracer | None]] = []  # calls that have begun, one inside of the other
         self._firsts: dict[Any, list[tuple[list[Tensor], list[Tensor], list[str]]]] = {}
 
     def need(self) -> dict[str, Tensor]:
@@ -68,26 +75,99 @@ class Pass:
             raise self.error
         return self.gradients
 
+    def line(self, where: str, what: str) -> Line | None:
+        """The line that changes `what` in a traced update; or where its second run parts from the first."""
+        found = self.traces.get(where, [])
+        changed = next((tracer.changed[what] for tracer in found if what in tracer.changed), None)
+        return changed or (parting(found[0], found[-1]) if len(found) > 1 else None)
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        calls.observer = self
+        calls.observer, calls.entering = self, self.enters
         try:
             yield
         finally:
-            calls.observer = None
+            calls.observer = calls.entering = None
+            self._leave(None)
             self._firsts.clear()
 
+    def enters(self, index: int, update: Update, state: dict[str, Any], sources: list[Any], kwargs: Any) -> None:
+        """Before a call."""
+        tracer, where = None, at(index, update)
+        if where in self.traced:
+            own = [*sources, *kwargs.values()]
+
+            def mark() -> dict[str, Any]:
+                marks = {"drawn": python_states(), "changed": self.plain.marks_of(update.fn)}
+                return marks | {"edited": [totals(value) for value in own]}
+
+            tracer = Tracer(mark)
+            self.traces.setdefault(where, []).append(tracer)
+        self._inside.append(((index, update), ([totals(source) for source in sources], state.get(update.target)), tracer))
+        if tracer is not None:
+            tracer.start()
+
+    def _leave(self, key: Any) -> Any:
+        """What sources and target were when this call began; those inside of it that have raised are over as well."""
+        while self._inside:
+            found, given, tracer = self._inside.pop()
+            if tracer is not None:
+                tracer.stop()
+            if found == key:
+                return given
+        return None
+
     def __call__(self, index: int, update: Update, sources: list[Any], out: Any) -> None:
+        """After it."""
+        given, target = self._leave((index, update))
         then, self.states = self.states, python_states()
-        changed = self.plain.changed_by(update.fn)
+        changed, where = self.plain.changed_by(update.fn), at(index, update)
+        edited = [name for name, t, was in zip(update.sources, sources, given, strict=True) if totals(t) != was]
+        if edited:
+            self.edited.setdefault(where, (update, edited))
         seen, gave = ([t.detach().clone() for t in tensors(value)] for value in (sources, out))
         firsts = self._firsts.setdefault((index, id(update)), [])
         if not replaying():
             self.updates.append((index, update))
             firsts.append((seen, gave, changed))
+            if changed:
+                self.changed[where] = changed
+            if (missed := _missed(update, target, out)) is not None:
+                self.undone[where] = update, missed
+            if custom := _custom(sources, out):
+                self.custom[where] = custom
         elif firsts:
             drawn = [name for name, state in self.states.items() if then.get(name, state) != state]
             self.twice.append(_compared(index, update, (seen, gave, drawn), firsts.pop()))
+
+
+def _missed(update: Update, target: Any, out: Any) -> float | None:
+    """How far `undo(apply(target, out), out)` is from the target, for rules that are not ours."""
+    rule = update.rule.rule if isinstance(update.rule, Inverted) else update.rule
+    if type(rule) in (Add, Affine) or update.rule.mismatch(target, out):
+        return None
+    target = tree_map(lambda t: t.detach().clone(), read(target))
+    with torch.no_grad():
+        back = update.rule.undo(update.rule.apply(target, out), out)
+    pairs = list(zip(tensors(back), tensors(target), strict=True))
+    return max((relative(a, b) for a, b in pairs if a.shape == b.shape), default=math.inf)
+
+
+def _custom(sources: list[Any], out: Any) -> list[type]:
+    """The autograd.Functions of users in the graph of a call."""
+    stop = {t.grad_fn for source in sources for t in tensors(source)}
+    todo = [t.grad_fn for t in tensors(out) if t.grad_fn is not None]
+    seen, found = set(stop), []
+    while todo and len(seen) < 10_000:
+        node: Any = todo.pop()
+        if node in seen or node is None:
+            continue
+        seen.add(node)
+        kind = getattr(node, "_forward_cls", None)
+        if kind is not None and not kind.__module__.startswith(("torch.", f"{__package__}.")):
+            found.append(kind)
+        todo += [after for after, _ in node.next_functions]
+    return list(dict.fromkeys(found))
 
 
 def _compared(index: int, update: Update, second: Any, first: Any) -> Twice:
@@ -118,20 +198,39 @@ class Trial:
         self._initialise()
         self.plain = Plain(fns)
 
-    def run(self, memory: Any = None) -> Pass:
-        """A pass under the policy, or under the net's own; an error of this library is kept in it."""
-        made = Pass(self.plain)
-        with self.unchanged(), made.watching():
+    def run(self, memory: Any = None, *, traced: Collection[str] = (), after_another: bool = False) -> Pass:
+        """A pass under the policy, or under the net's own; an error of this library is kept in it.
+
+        `after_another`: another step has gone before, on the input in another order, so that caches are filled.
+        """
+        made = Pass(self.plain, traced)
+        with self.unchanged():
             for program in () if memory is None else self.programs:
                 program.memory = memory
-            try:
-                made.gradients = self._gradients(made)
-            except RetrogradeError as error:
-                made.error = error
+            if after_another:
+                try:
+                    self._gradients(Pass(self.plain), turned=True)
+                except Exception:  # the net does not take its input in another order
+                    return made
+                self.plain.look()
+            with made.watching():
+                try:
+                    made.gradients = self._gradients(made)
+                except RetrogradeError as error:
+                    made.error = error
+                except Exception as error:
+                    if not (after_another and made.changed):
+                        raise
+                    why = f"a second step raises {type(error).__name__}: {error}. fn keeps something of the first one"
+                    made.error = NotRepeated(why, next(iter(made.changed)))
         names = {id(u): name for name, m in self.named.items() if hasattr(m, "_program") for u in m._program.updates}
         for seen in made.twice:
             seen.program = names.get(id(seen.update), "")
         return made
+
+    def updates(self) -> list[list[Update]]:
+        """Those of each program, as it was last run."""
+        return [list(m._program.updates) for m in self.programs if hasattr(m, "_program")]
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[list[Any]]:
@@ -144,7 +243,7 @@ class Trial:
             yield buffers
         finally:
             draws.put_back()
-            _put_back_python(states)
+            put_back_python(states)
             with torch.no_grad():
                 for slots, name, buffer, copy in buffers:
                     slots[name] = buffer if buffer is None else buffer.copy_(copy)
@@ -165,13 +264,14 @@ class Trial:
             args, kwargs = tree_map(_fresh, self.given)
             self.net(*args, **kwargs)
 
-    def _gradients(self, made: Pass) -> dict[str, Tensor]:
+    def _gradients(self, made: Pass, turned: bool = False) -> dict[str, Tensor]:
         """All gradients of net under fixed random cotangents, by name."""
-        flat, spec = tree_flatten(tree_map(_fresh, self.given))
+        flat, spec = tree_flatten(tree_map(_turned if turned else _fresh, self.given))
         wanted = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
         wanted |= {f"input {i}": t for i, t in enumerate(flat) if isinstance(t, Tensor) and t.requires_grad}
-        args, kwargs = tree_unflatten(flat, spec)
-        with torch.enable_grad():
+        with torch.enable_grad():  # no leaves, as the output of an embedding is none
+            flat = [t.clone() if isinstance(t, Tensor) and t.requires_grad else t for t in flat]
+            args, kwargs = tree_unflatten(flat, spec)
             outs = [t for t in tree_leaves(self.net(*args, **kwargs)) if isinstance(t, Tensor) and t.requires_grad]
         generator = torch.Generator().manual_seed(0)
         cotangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outs]
@@ -201,6 +301,14 @@ def _fresh(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone().requires_grad_(value.is_floating_point() or value.is_complex())
+
+
+def _turned(value: Any) -> Any:
+    """The same numbers in another order."""
+    fresh = _fresh(value)
+    if isinstance(fresh, Tensor) and fresh.requires_grad:
+        fresh = fresh.detach().flip(tuple(range(fresh.dim()))).requires_grad_()
+    return fresh
 
 
 # -- how far apart -----------------------------------------------------------------------------------------------------
@@ -240,89 +348,3 @@ def _rounding(*given: Tensor) -> float:
 
 def _wide(t: Tensor) -> Tensor:
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
-
-
-# -- state outside of torch --------------------------------------------------------------------------------------------
-
-
-def python_states() -> dict[str, Any]:
-    """The states of Python's and numpy's global generators, as something that can be compared."""
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    if "numpy.random" in sys.modules:
-        states["numpy's global generator"] = pickle.dumps(sys.modules["numpy.random"].get_state(legacy=False))
-    return states
-
-
-def _put_back_python(states: dict[str, Any]) -> None:
-    random.setstate(states["Python's random"])
-    if "numpy's global generator" in states:
-        sys.modules["numpy.random"].set_state(pickle.loads(states["numpy's global generator"]))
-
-
-class Plain:
-    """What fns keep in plain Python: attributes of their modules, or variables of their closures."""
-
-    def __init__(self, fns: list[Any]):
-        self.fns = fns
-        owners = {key: own for fn in fns for key, kind, own in _owners(fn) if kind == "attribute"}
-        self.copies = [(own, _without_standard(own)) for own in owners.values()]
-        values = [value for _, copy in self.copies for value in copy.values()]
-        self.contents = [(value, value.copy()) for value in values if type(value) in (list, dict, set)]
-        self.drawing = [(value, value.getstate()) for value in values if isinstance(value, random.Random)]
-        self.look()
-
-    def look(self) -> None:
-        self.marks = {key: _marks(own) for fn in self.fns for key, _, own in _owners(fn)}
-
-    def changed_by(self, fn: Any) -> list[str]:
-        """What is another than at the last look."""
-        changed = []
-        for key, kind, own in _owners(fn):
-            now = _marks(own)
-            then, self.marks[key] = self.marks.get(key, now), now
-            changed += [f"{kind} {name!r}" for name in now if name not in then or then[name] != now[name]]
-        return changed
-
-    def put_back(self) -> None:
-        for own, copy in self.copies:
-            for name in _without_standard(own).keys() - copy.keys():
-                del own[name]
-            own.update(copy)
-        for value, content in self.contents:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
-        for value, state in self.drawing:
-            value.setstate(state)
-        self.look()
-
-
-def _owners(fn: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Where fn may keep something. Torch's own modules keep nothing but in buffers."""
-    for module in Held(fn).modules:
-        if not type(module).__module__.startswith("torch.") and not isinstance(module, Net):
-            yield id(module), "attribute", module.__dict__
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    fn = getattr(fn, "__self__", fn)
-    if isinstance(fn, types.FunctionType):
-        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-        yield id(fn), "variable", {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
-    elif not isinstance(fn, nn.Module) and hasattr(fn, "__dict__"):
-        yield id(fn), "attribute", fn.__dict__
-
-
-def _without_standard(own: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in own.items() if name not in _STANDARD}
-
-
-def _marks(own: dict[str, Any]) -> dict[str, Any]:
-    """Of each value something that tells whether it is another one later."""
-    return {name: _mark(value) for name, value in _without_standard(own).items()}
-
-
-def _mark(value: Any) -> Any:
-    if isinstance(value, (int, float, complex, str, bytes, type(None))):
-        return repr(value)
-    if isinstance(value, random.Random):
-        return value.getstate()
-    return (id(value), len(value)) if isinstance(value, (list, dict, set)) else id(value)

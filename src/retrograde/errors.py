@@ -30,6 +30,10 @@ class BudgetTooSmall(ProgramError):
         self.least = least
 
 
+class Edited(ProgramError):
+    """fn has edited what it was given."""
+
+
 class OutOfRange(RetrogradeError, ArithmeticError):
     """A stream has left the range of exact arithmetic."""
 
@@ -90,8 +94,8 @@ def sixteen_bits(where: str) -> str:
     )
 
 
-def edited_by_fn(where: str, what: str) -> ProgramError:
-    return ProgramError(f"fn edited {what} in place. Let fn work on a copy (`x = x.clone()`, or `x + 1` for `x += 1`)", where)
+def edited_by_fn(where: str, what: str) -> Edited:
+    return Edited(f"fn edited {what} in place. Let fn work on a copy (`x = x.clone()`, or `x + 1` for `x += 1`)", where)
 
 
 def changed_since(where: str, what: str) -> NotRepeated:
@@ -121,6 +125,18 @@ def edited_output(what: str) -> ReplayError:
     return ReplayError(
         f"{what} was edited in place after the forward pass; backward recovers every activation from it. "
         "Edit a copy (`y = y + 1` for `y += 1`), or run the net with memory='store'"
+    )
+
+
+class EditedInBackward(ReplayError):
+    """The backward pass of fn has edited a recovered stream."""
+
+
+def edited_in_backward(where: str) -> EditedInBackward:
+    return EditedInBackward(
+        "the backward pass of fn edited in place a tensor that fn had saved, and it is a stream that what is below is recovered "
+        "from. Let the backward of your autograd.Function work on a copy (`x * 2` for `x.mul_(2)`), or use memory='store'",
+        where,
     )
 
 

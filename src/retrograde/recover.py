@@ -83,6 +83,14 @@ class Keep(torch.autograd.Function):
         return None, None, grad
 
 
+def versions_of(state: Streams) -> list[int]:
+    """Tells whether a stream was edited in place."""
+    try:
+        return [t._version for value in state.values() for t in tensors(value)]
+    except RuntimeError:  # inference tensors have none
+        return [version_of(t) for value in state.values() for t in tensors(value)]
+
+
 class Run:
     """Some connected updates in one forward pass. Autograd's graph owns it; it owns nothing of the graph."""
 
@@ -296,6 +304,8 @@ class Run:
             walk = self.walks.get(_task())
             if walk is None or walk.at < number or not walk.state:
                 walk = self.another(number)
+            elif walk.versions is not None and walk.versions != versions_of(walk.state):
+                raise errors.edited_in_backward((walk.filled or record).where)
             walk.clear()
             if not self.scattered:
                 retire(walk)
@@ -306,7 +316,7 @@ class Run:
             except BaseException:
                 self.walks.pop(_task(), None)
                 raise
-            walk.filled = record
+            walk.filled, walk.versions = record, versions_of(walk.state)
             walk.finished = number == self.lowest
             return record.ready
         finally:

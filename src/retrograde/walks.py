@@ -11,7 +11,7 @@ from typing import Any
 class Walk:
     """Where one backward pass stands in a run: `state` is the one after the first `at` updates."""
 
-    __slots__ = ("__weakref__", "asked", "at", "filled", "finished", "marks", "side", "state", "thread")
+    __slots__ = ("__weakref__", "asked", "at", "filled", "finished", "marks", "side", "state", "thread", "versions")
 
     def __init__(self, state: dict[str, Any], side: dict[str, Any], at: int, thread: int):
         self.state, self.side, self.at = state, side, at
@@ -19,6 +19,7 @@ class Walk:
         self.finished = False  # the lowest update that saved anything has been asked for
         self.asked = 0  # when an update was last asked for
         self.marks: Any = None  # the states of the random generators when it was left, where they are those of the first run
+        self.versions: list[int] | None = None  # of the streams, when an update was last asked for
         self.filled: Any = None  # the record of the update whose saved tensors are ready
 
     def clear(self) -> None:

@@ -49,6 +49,7 @@ class Point:
     depth: int  # blocks, of two functions each
     arithmetic: str
     error: float | None  # relative, of all gradients as one vector, against memory="store"; None where it is not finite
+    streams: float | None = None  # the largest relative error of the recovered sources of an update, where it was measured
 
 
 @dataclass
@@ -72,11 +73,19 @@ class Curve:
         threads = "1 thread" if self.machine["threads"] == 1 else f"{self.machine['threads']} threads"
         return f"{self.machine['device']}, {threads}, torch {self.machine['torch']}, {self.date}"
 
-    def lines(self) -> dict[tuple[str, int, str], dict[int, float | None]]:
-        """{(dtype, gain, arithmetic): {depth: error}}"""
+    def what(self) -> str:
+        """The net, in a line."""
+        s = self.setting
+        if "function" in s:
+            return f"MLP blocks of width {s['width']}, batch {s['batch']}"
+        return f"{s['block'] or 'attention and an MLP'}, input {' × '.join(map(str, s['shape']))}"
+
+    def lines(self, streams: bool = False) -> dict[tuple[str, int, str], dict[int, float | None]]:
+        """{(dtype, gain, arithmetic): {depth: error}}, of the gradients or of the streams."""
         found: dict[tuple[str, int, str], dict[int, float | None]] = {}
         for row in self.rows:
-            found.setdefault((row.dtype, row.gain, row.arithmetic), {})[row.depth] = row.error
+            error = row.streams if streams else row.error
+            found.setdefault((row.dtype, row.gain, row.arithmetic), {})[row.depth] = error
         return found
 
     def table(self) -> str:
@@ -166,19 +175,18 @@ def draw_curve(curve: Curve, path: Path) -> None:
     from .picture import FAINT, INK, save_png
 
     errors = [row.error for row in curve.rows if row.error]
-    if not errors:
-        raise ValueError("nothing to draw: the report has no errors above 0")
-    floor, top = min(errors) / 30, max(max(errors), 0.25) * 4
-    for i, gain in enumerate(sorted({row.gain for row in curve.rows})):
-        axes = figure.add_axes((0.075 + 0.47 * i, 0.2, 0.32, 0.62))
+    floor, top = min(errors, default=1e-9) / 30, max(*errors, 0.25, 0) * 4
+    gains = sorted({row.gain for row in curve.rows})
+    for i, gain in enumerate(gains):
+        axes = figure.add_axes((0.075 + 0.47 * i, 0.2, 0.32 if len(gains) > 1 else 0.72, 0.62))
         clean(axes, floor, top)
-        axes.set_title("usual gain" if gain == 1 else f"{gain} times that gain", color=INK, fontsize=9.5, loc="left")
+        if len(gains) > 1:
+            axes.set_title("usual gain" if gain == 1 else f"{gain} times that gain", color=INK, fontsize=9.5, loc="left")
         if i:
             axes.tick_params(labelleft=False)
         _panel(axes, {key: points for key, points in curve.lines().items() if key[1] == gain}, floor)
     figure.text(0.02, 0.93, "Relative error of the gradients, reverse against store", color=INK, fontsize=11.5, weight="bold")
-    sizes = f"MLP blocks of width {curve.setting['width']}, batch {curve.setting['batch']}"
-    said = f"arithmetic='float', and in black arithmetic='exact'; {sizes}\n{curve.where()}"
+    said = f"arithmetic='float', and in black arithmetic='exact'; {curve.what()}\n{curve.where()}"
     figure.text(0.02, 0.02, said, color=FAINT, fontsize=7, linespacing=1.4)
     save_png(figure, path)
 

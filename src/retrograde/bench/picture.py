@@ -48,6 +48,12 @@ def draw(report: Report, path: Path) -> None:
 
 
 def save_png(figure: Figure, path: Path) -> None:
+    """As a PNG, or as an SVG or a PDF if the path says so."""
+    kind = path.suffix.lower().removeprefix(".")
+    if kind in ("svg", "pdf"):
+        with beside(path) as part:
+            figure.savefig(part, format=kind)
+        return
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     picture = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")

@@ -71,8 +71,14 @@ class Report:
 
 
 def size(count: float) -> str:
-    """Bytes in words, in MiB below one GiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    """Bytes in words.
+
+    >>> size(3 * 2**30), size(2**20), size(100 * 2**10)
+    ('3.00 GiB', '1.0 MiB', '100.0 KiB')
+    """
+    if count >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 or not count else f"{count / 2**10:.1f} KiB"
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -92,7 +98,13 @@ def origin(device: str, prog: str, argv: Sequence[str]) -> dict[str, Any]:
 
 def save(path: Path, report: Any) -> None:
     with beside(path) as part:
-        part.write_text(json.dumps(report, indent=1, default=vars) + "\n", encoding="utf-8")
+        part.write_text(as_json(report), encoding="utf-8")
+
+
+def as_json(report: Any) -> str:
+    """Numbers that are not finite become null, as JSON has none."""
+    plain = json.loads(json.dumps(report, default=vars), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=1) + "\n"
 
 
 @contextmanager

@@ -5,23 +5,23 @@ A command is a module with a dataclass `Options`, whose docstring and fields are
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from .. import __version__
 from .given import Refused
+from .parse import nearest, parsed
 
 COMMANDS = {  # name: what it does; the module has the same name
     "bench": "compare time, memory and gradients of your block under every way to train it",
     "plan": "tell what fits into the memory of a GPU, and whether reversal is worth it, without running anything",
     "train": "train a deep language model on your text, or on the sources of Python's standard library",
     "sample": "let a model that was trained write",
+    "check": "is your block or net sound: does it repeat exactly, do its gradients agree, how far does it drift",
+    "drift": "how far recovered streams and gradients drift, by depth, precision and arithmetic",
 }
 EXTRAS = {"tyro", "rich", "matplotlib", "PIL"}  # of retrograde[cli]
 MISUSED, INTERRUPTED = 2, 130
@@ -73,31 +73,13 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(f"retrograde {__version__}")
         return 0
     if name not in COMMANDS:
-        raise Refused(f"there is no command {name!r}, use one of: {', '.join(COMMANDS)}")
+        raise Refused(f"there is no command {name!r}, use one of: {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
+    if "--version" in rest:
+        print(f"retrograde {__version__}")
+        return 0
     import_module("tyro")  # a missing extra is told before a command loads its own
     command = import_module(f"{__package__}.{name}")
-    return command.run(_parsed(command.Options, rest, f"retrograde {name}")) or 0
-
-
-def _parsed(options: type, argv: Sequence[str], prog: str) -> Any:
-    """The options, by tyro; its box of an error is brought down to a line."""
-    import tyro
-
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(options, args=list(argv), prog=prog)
-    except SystemExit as left:
-        if not left.code:
-            raise
-        raise Refused(f"{_first_part(said.getvalue())} (see {prog} --help)") from None
-
-
-def _first_part(box: str) -> str:
-    """The text of tyro's box, as one line: up to the first rule, or between the first two where the title is a row."""
-    rows = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    parts = [" ".join(part.split()) for part in re.split(r"[─-]{9,}", " ".join(rows))]
-    return parts[0 if "╭" in box else min(1, len(parts) - 1)].rstrip(".")
+    return command.run(parsed(command.Options, rest, f"retrograde {name}")) or 0
 
 
 def _say(message: str, code: int) -> int:

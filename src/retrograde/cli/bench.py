@@ -5,30 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import torch
-import tyro
+from typing import Any
 
 from ..bench.compare import Comparison, Measured, compare_gradients, measure_all, versions
-from ..bench.report import origin, save
+from ..bench.report import origin
 from ..bench.subject import net_of
 from ..bench.variants import Variant, chosen, variants
 from .bench_table import notes, table
-from .given import Refused, at_least, byte_size, writable
-from .screen import console, progress
+from .given import Refused, at_least, byte_size, device_of, picture, writable
+from .options import Autocast, Device, Dtype, Factory, File, Names, Number, Numbers, Sizes
+from .screen import console, keep, progress
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"dim": 64, "heads": 4, "seq": 128, "batch": 4, "depth": (12,), "rounds": 5},
     "cuda": {"dim": 1024, "heads": 16, "seq": 4096, "batch": 4, "depth": (24,), "rounds": 10},
 }
-Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
-Numbers = Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT ...", help_behavior_hint="")]
-Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
-Sizes = Annotated[tuple[str, ...], tyro.conf.arg(metavar="SIZE ...", help_behavior_hint="")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
-Factory = Annotated[str | None, tyro.conf.arg(metavar="MODULE:FACTORY", help_behavior_hint="")]
 
 
 @dataclass
@@ -54,11 +45,11 @@ class Options:
     """Shape of the input, if it is not (batch, seq, dim)."""
     depth: Numbers = ()
     """Numbers of blocks, one or several."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    dtype: Dtype = "float32"
     """Of parameters and input."""
-    autocast: Literal["auto", "none", "bfloat16", "float16"] = "auto"
+    autocast: Autocast = "auto"
     """auto is bfloat16 for float32 on a GPU, none elsewhere."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """auto takes a GPU where there is one."""
     variants: Names = ()
     """Names or patterns as 'reverse*'; all if not given. `ordinary` is always there, as the others are compared with it."""
@@ -71,11 +62,11 @@ class Options:
     seed: int = 0
     """Of parameters and input."""
     json: File = None
-    """Write the report here."""
+    """Write the report here; - writes it to stdout, in place of the table."""
     plot: File = None
-    """Draw time against memory at the largest depth, as a PNG."""
+    """Draw time against memory at the largest depth, as .png, .svg or .pdf."""
     plot_depth: File = None
-    """Draw memory against depth, as a PNG."""
+    """Draw memory against depth, as .png, .svg or .pdf."""
 
 
 def run(options: Options) -> int:
@@ -105,9 +96,8 @@ def run(options: Options) -> int:
         rows=compare_gradients(found),
         versions=versions(),
     )
-    if options.json:
-        save(options.json, report)
-    show(report)
+    if not keep(options.json, report):
+        show(report)
     measured = any(row.failed is None for row in report.rows)
     if measured:
         draw(report)
@@ -118,10 +108,7 @@ def run(options: Options) -> int:
 
 def setting_of(options: Options) -> dict[str, Any]:
     """What to measure, checked; the device's defaults for what was not given."""
-    there = torch.cuda.is_available()
-    if options.device == "cuda" and not there:
-        raise Refused("--device cuda: torch finds no CUDA device here, use --device cpu")
-    device = options.device if options.device != "auto" else "cuda" if there else "cpu"
+    device = device_of(options.device)
     s: dict[str, Any] = {name: getattr(options, name) or default for name, default in DEFAULTS[device].items()}
     for name in s:
         for value in getattr(options, name) if name == "depth" else [getattr(options, name)]:
@@ -158,8 +145,9 @@ def variants_of(options: Options, device: str) -> list[Variant]:
 
 def drawing(options: Options) -> Callable[[Comparison], None]:
     """Draws what is asked for; what would stand in the way is told at once."""
-    for name in ("json", "plot", "plot_depth"):
-        writable(getattr(options, name), f"--{name.replace('_', '-')}")
+    writable(options.json, "--json")
+    picture(options.plot, "--plot")
+    picture(options.plot_depth, "--plot-depth")
     if not (options.plot or options.plot_depth):
         return lambda report: None
     from ..bench.frontier import draw_depth, draw_frontier

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+PICTURES = (".png", ".svg", ".pdf")
 UNITS |= {f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
 
 
@@ -82,6 +83,25 @@ def writable(path: Path | None, option: str) -> None:
         raise Refused(f"{option} {path} is a directory, name a file in it")
     if path and not path.parent.is_dir():
         raise Refused(f"{option} {path}: there is no directory {path.parent}")
+
+
+def picture(path: Path | None, option: str) -> None:
+    """Refuses a picture that cannot be drawn or written, before the work and not after it."""
+    writable(path, option)
+    if path and path.suffix.lower() not in PICTURES:
+        raise Refused(f"{option} {path}: pictures end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+    if path:
+        importlib.import_module("matplotlib")
+
+
+def device_of(name: str) -> str:
+    """The device that auto, cpu or cuda mean here."""
+    import torch
+
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise Refused("--device cuda: torch finds no CUDA device here, use --device cpu")
+    return ("cuda" if there else "cpu") if name == "auto" else name
 
 
 def at_least(least: int, **options: int) -> None:

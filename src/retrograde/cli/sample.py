@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
@@ -13,16 +13,19 @@ import tyro
 from ..errors import RetrogradeError
 from ..training.data import END
 from ..training.trained import load_model
-from .given import Refused, at_least
+from .given import Refused, at_least, writable
+from .options import Device, File, Text
+from .screen import keep
+from .train import with_dashes
 
 
 @dataclass
 class Options:
     """Let a model that `retrograde train` made write."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/language")
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="[RUN]")] = Path("runs/language")
     """The folder of a run, or one of its checkpoints."""
-    prompt: str = ""
+    prompt: Text = ""
     """The text to go on from. Without: the beginning of a file."""
     bytes: int = 500
     """How much to write."""
@@ -30,20 +33,25 @@ class Options:
     """0 writes the likeliest byte each time, 1 draws as the model believes."""
     seed: int = 0
     """Of the draws."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """Where to run."""
+    json: File = None
+    """Write the text and how it was made here; - writes it to stdout, and nothing else there."""
 
 
 def run(options: Options) -> int:
     at_least(1, bytes=options.bytes)
     at_least(0, seed=options.seed)
+    writable(options.json, "--json")
     if not 0 <= options.temperature < float("inf"):
         raise Refused(f"--temperature must be 0 or more, got {options.temperature}")
     try:
         model = load_model(options.run, options.device)
     except RetrogradeError as error:
-        raise Refused(str(error)) from error
+        raise Refused(with_dashes(str(error))) from error
     prompt = options.prompt.encode() or bytes([END])
     text = model.extend(prompt, options.bytes, options.temperature, torch.Generator().manual_seed(options.seed))
-    sys.stdout.write(options.prompt + text.decode("utf-8", errors="replace") + "\n")
+    written = text.decode("utf-8", errors="replace")
+    if not keep(options.json, {**vars(options), "run": str(options.run), "json": None, "text": written}):
+        sys.stdout.write(options.prompt + written + "\n")
     return 0

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..bench.report import as_json, save
 
 WIDTH = 130  # where there is no terminal to ask
 
@@ -12,6 +18,17 @@ def console(*, stderr: bool = False) -> Console:
     """Without colours, markup of a terminal and wrapping to its width where there is none."""
     found = Console(stderr=stderr, highlight=False)
     return found if found.is_terminal else Console(stderr=stderr, highlight=False, no_color=True, width=WIDTH)
+
+
+def keep(path: Path | None, report: Any) -> bool:
+    """Write the report as JSON where a path is given; - is stdout, and then (True) nothing else belongs there."""
+    if path is None:
+        return False
+    if str(path) == "-":
+        sys.stdout.write(as_json(report))
+        return True
+    save(path, report)
+    return False
 
 
 def progress() -> Progress:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import lzma
 import os
+import re
+import sys
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from ..bench.report import machine, size
+from tyro.conf import arg
+
+from ..bench.report import machine, origin, size
 from ..errors import RetrogradeError
 from ..memory import KINDS, Anchor, Budget, StoreLast
 from ..training.errors import reason
 from ..training.loop import Outcome, train
 from ..training.metrics import read
 from ..training.settings import Settings, settle
-from .given import Refused, at_least, byte_size
-from .screen import console
+from .given import Refused, at_least, byte_size, picture, writable
+from .options import Arithmetic, Device, File, Flag, Number, Paths, Policy, Real
+from .screen import console, keep
 from .watch import Watch
 
 XZ_LIMIT = 1 << 26  # bytes; a compressor takes a second for each megabyte or two
@@ -31,65 +36,71 @@ class Options:
     on several processes: torchrun --nproc-per-node 8 -m retrograde train --parallel fsdp
     """
 
-    out: Path = Path("runs/language")
+    out: Annotated[Path, arg(metavar="PATH")] = Path("runs/language")
     """Folder for checkpoints, metrics.jsonl, curves.png and sample.txt."""
-    resume: bool = False
+    resume: Flag = False
     """Go on from the last checkpoint in --out; from the start where there is none."""
-    data: tuple[Path, ...] = ()
+    data: Paths = ()
     """Text files or folders. Without: the sources of Python's standard library."""
-    depth: int | None = None
+    depth: Number = None
     """Blocks of attention and MLP (12 on a CPU, 24 on a GPU)."""
-    width: int | None = None
+    width: Number = None
     """Channels (96, 512)."""
-    heads: int | None = None
+    heads: Number = None
     """Heads of attention (4, 8)."""
-    context: int | None = None
+    context: Number = None
     """Bytes that a prediction can look back on (128, 1024)."""
-    one_stream: bool = False
+    one_stream: Flag = False
     """An ordinary residual net of the same size, for comparison."""
-    batch: int | None = None
+    batch: Number = None
     """Sequences of a step, over all processes (8, 32)."""
     accumulate: int = 1
     """Work on the batch in so many pieces."""
-    steps: int | None = None
+    steps: Number = None
     """Steps of the optimizer (400, 1500)."""
-    lr: float | None = None
+    lr: Real = None
     """Learning rate of AdamW, after warm-up (2e-3, 1e-3); falls along a cosine to a tenth."""
-    warmup: int | None = None
+    warmup: Number = None
     """Steps of warm-up (a twentieth of all)."""
-    clip: float | None = None
+    clip: Real = None
     """Largest norm of all gradients, 0 for no clipping (1.0; 0 with --step-in-backward)."""
     weight_decay: float = 0.1
     """Of matrices."""
-    step_in_backward: bool = False
+    step_in_backward: Flag = False
     """Let parameters step inside backward, so that gradients never pile up."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """Where to train."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """bf16 is autocast over float32 parameters (float32 on a CPU, bf16 on a GPU)."""
-    memory: str | None = None
+    memory: Policy = None
     """What backward finds: reverse, checkpoint, store, last:K, anchor:N or budget:3GiB (reverse)."""
-    arithmetic: Literal["auto", "float", "exact"] = "auto"
+    arithmetic: Arithmetic = "auto"
     """Exact arithmetic gives the gradients of store to the bit."""
-    compile: bool = False
+    compile: Flag = False
     """torch.compile each function."""
     parallel: Literal["none", "ddp", "fsdp"] = "none"
     """How the processes of torchrun share the work."""
     seed: int = 0
     """Of weights, batches and the sample."""
-    windows: int | None = None
+    windows: Number = None
     """Windows of held-out text to look at, 0 for all of it (32, 256)."""
-    look_every: int | None = None
+    look_every: Number = None
     """Steps between two looks at held-out text (a tenth of all)."""
-    save_every: int | None = None
+    save_every: Number = None
     """Steps between two checkpoints, 0 for one at the end (a quarter of all)."""
     sample: int = 300
     """Bytes to write at the end."""
+    json: File = None
+    """Write what came of it here: sizes, steps, bits per byte, memory, files; - writes it to stdout, and nothing else there."""
+    plot: File = None
+    """Draw the curves here, as .png, .svg or .pdf, in place of curves.png in --out."""
 
 
 def run(options: Options) -> int:
     at_least(0, sample=options.sample, seed=options.seed)
-    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    writable(options.json, "--json")
+    picture(options.plot, "--plot")
+    given = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in ("json", "plot")}
     if options.memory is not None:
         given["memory"] = policy(options.memory)
     try:
@@ -97,13 +108,29 @@ def run(options: Options) -> int:
         with Watch(settings) as watch:
             outcome = train(settings, watch.hear)
     except RetrogradeError as error:
-        raise Refused(str(error)) from error
+        raise Refused(with_dashes(str(error))) from error
     if not int(os.environ.get("RANK", 0)):
         try:
-            close(settings, outcome, watch)
+            close(settings, outcome, watch, options)
         except OSError as error:
             raise Refused(f"cannot write to {settings.out}: {reason(error)}; trained to {outcome.checkpoint}") from error
     return 128 + outcome.signal if outcome.signal else 0
+
+
+def told(settings: Settings, outcome: Outcome, watch: Watch, looks: list[float], peak: int) -> dict[str, Any]:
+    """What came of it, for --json."""
+    return {
+        **origin(settings.device, "retrograde train", sys.argv[2:]),
+        "setting": settings.plain(),
+        "parameters": watch.parameters,
+        "steps": outcome.step,
+        "seconds": outcome.seconds,
+        "signal": outcome.signal,
+        "held_out_bits": looks,
+        "peak_bytes": peak,
+        "checkpoint": str(outcome.checkpoint),
+        "sample": outcome.sample.decode("utf-8", errors="replace") if outcome.sample else None,
+    }
 
 
 def policy(text: str, option: str = "--memory") -> object:
@@ -122,18 +149,32 @@ def policy(text: str, option: str = "--memory") -> object:
     return text
 
 
-def close(settings: Settings, outcome: Outcome, watch: Watch) -> None:
+def with_dashes(message: str) -> str:
+    """The message with names of settings as the options that they are here.
+
+    >>> with_dashes("clip 1.0 does not go with step_in_backward: all gradients at once")
+    '--clip 1.0 does not go with --step-in-backward: all gradients at once'
+    """
+    names = "|".join(field.name for field in fields(Options))
+    message = re.sub(rf"^({names})\b(?! parameters)", r"--\1", message)
+    message = re.sub(rf"(?<= with )({names})\b", r"--\1", message)
+    message = re.sub(r"(?<![-\w])(\w+_\w+)\b", lambda m: f"--{m[1]}" if m[1] in names.split("|") else m[1], message)
+    return re.sub(r"--\w+", lambda m: m[0].replace("_", "-"), message)
+
+
+def close(settings: Settings, outcome: Outcome, watch: Watch, options: Options) -> None:
     """What there is at the end: where it stands, the files, a sample."""
     screen, out = console(), settings.out
     records = read(out / "metrics.jsonl")
+    curves = options.plot or out / "curves.png"
     lines = [f"checkpoint   {outcome.checkpoint}", f"metrics      {out / 'metrics.jsonl'}"]
     if find_spec("matplotlib"):
         from ..training.picture import draw
 
         where = machine(settings.device)
         what = f"{watch.title()} · {where['device']}, torch {where['torch']}"
-        draw(records, out / "curves.png", what)
-        lines.append(f"curves       {out / 'curves.png'}")
+        draw(records, curves, what)
+        lines.append(f"curves       {curves}")
     if outcome.signal:
         lines.append(f"stopped by signal {outcome.signal} after step {outcome.step}; go on with --resume")
     elif outcome.sample:
@@ -141,6 +182,8 @@ def close(settings: Settings, outcome: Outcome, watch: Watch) -> None:
         lines.append(f"sample       {out / 'sample.txt'}")
     looks = [record["held_out_bits"] for record in records if "held_out_bits" in record]
     peak = max((record.get("peak_bytes", 0) for record in records), default=0)
+    if keep(options.json, told(settings, outcome, watch, looks, peak)):
+        return
     learnt = f"held-out bits per byte {looks[0]:.2f} at the start, {looks[-1]:.2f} now; " if looks else ""
     took = f"{outcome.step} of {settings.steps} steps in {outcome.seconds:.0f} s"
     screen.print(f"{took}; {learnt}peak memory {size(peak)}", soft_wrap=True)

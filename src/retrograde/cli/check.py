@@ -1,0 +1,157 @@
+"""`retrograde check`: is your block or net sound?"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+import retrograde as rg
+
+from ..bench.report import origin
+from ..bench.subject import DTYPES
+from ..check import Report
+from ..errors import RetrogradeError
+from ..lines import raised_at, shown
+from .check_table import Checked, judge, show
+from .given import Refused, at_least, device_of, picture, told, writable
+from .net_given import Given, given_net
+from .options import Autocast, Device, File, Net, Number, Numbers, Policy
+from .screen import keep
+from .train import policy
+
+DEFAULTS = {"dim": 64, "seq": 32, "batch": 2, "depth": 12}
+
+
+@dataclass
+class Options:
+    """Is your block or net sound? Does each function repeat exactly, keep no state, leave its inputs alone; how far do the
+    recovered streams drift at this depth and precision; do the gradients agree with ordinary autograd?
+
+    The factory is a function in a module that is installed or in the current directory. It takes nothing, or the width; and the
+    depth if it has a parameter of that name. It returns a block, as for retrograde bench: (f, g), or a module with f and g. Or a
+    list of rg.Update; or a whole net that contains programs; or (net, inputs) or (net, inputs, side), where inputs are a tensor
+    or a tuple, and side is a dict of keyword arguments. Without inputs, the net gets a random tensor of shape (batch, seq, dim).
+
+    Each fault is shown with its update, the line to change and what to write instead. The exit code is 0 if the net is sound,
+    1 if it has faults, 2 for arguments that cannot be used.
+    """
+
+    net: Net
+    """The factory of your block or net, as my_block:block."""
+    dim: Number = None
+    """Width of a stream, for the factory and the input (64)."""
+    depth: Number = None
+    """Number of blocks (12)."""
+    seq: Number = None
+    """Tokens in a sequence (32)."""
+    batch: Number = None
+    """Sequences (2)."""
+    shape: Numbers = ()
+    """Shape of the input, if it is not (batch, seq, dim)."""
+    dtype: Literal["own", "float32", "bfloat16", "float16", "float64"] = "own"
+    """Of parameters and floating inputs; own is what the factory made, float32 for blocks."""
+    autocast: Autocast = "auto"
+    """auto is bfloat16 for float32 on a GPU, none elsewhere."""
+    memory: Policy = None
+    """Another policy than the net's own: reverse, checkpoint, last:K, anchor:N or budget:3GiB (reverse for blocks)."""
+    arithmetic: Literal["own", "auto", "float", "exact"] = "own"
+    """Another arithmetic than the net's own (auto for blocks)."""
+    device: Device = "auto"
+    """auto takes a GPU where there is one."""
+    seed: int = 0
+    """Of parameters and input."""
+    json: File = None
+    """Write the verdict here; - writes it to stdout, in place of the text."""
+    plot: File = None
+    """Draw the drift update by update, as .png, .svg or .pdf."""
+
+
+def run(options: Options) -> int:
+    setting = setting_of(options)
+    writable(options.json, "--json")
+    picture(options.plot, "--plot")
+    given = given_net(options.net, "check", setting)
+    for program in given.programs:
+        if options.memory is not None:
+            program.memory = policy(options.memory)
+        if options.arithmetic != "own":
+            program.arithmetic = options.arithmetic
+    with autocast_of(setting, given):
+        report, notes = checked(options.net, given)
+        verdict = Checked(
+            **origin(setting["device"], "retrograde check", sys.argv[2:]),
+            setting={**setting, "net": options.net, "what": given.what(), **ways(given)},
+            **judge(report, notes),
+        )
+        drawn = draw(options, given) if options.plot else None
+    if not keep(options.json, verdict):
+        show(verdict, drawn)
+    return 0 if verdict.sound else 1
+
+
+def setting_of(options: Options) -> dict[str, Any]:
+    """Sizes and precision, checked."""
+    sizes = {name: default if getattr(options, name) is None else getattr(options, name) for name, default in DEFAULTS.items()}
+    at_least(1, **sizes)
+    for size in options.shape:
+        at_least(1, shape=size)
+    at_least(0, seed=options.seed)
+    return {
+        **sizes,
+        "heads": 0,
+        "shape": list(options.shape) or [sizes["batch"], sizes["seq"], sizes["dim"]],
+        "dtype": None if options.dtype == "own" else options.dtype,
+        "autocast": options.autocast,
+        "device": device_of(options.device),
+        "seed": options.seed,
+    }
+
+
+def autocast_of(setting: dict[str, Any], given: Given) -> contextlib.AbstractContextManager[Any]:
+    """What is asked for; auto is bfloat16 for float32 on a GPU."""
+    name, first = setting["autocast"], next(given.net.parameters(), None)
+    if name == "auto":
+        name = "bfloat16" if setting["device"] == "cuda" and first is not None and first.dtype == torch.float32 else "none"
+    setting["autocast"] = name
+    return contextlib.nullcontext() if name == "none" else torch.autocast(setting["device"], DTYPES[name])
+
+
+def ways(given: Given) -> dict[str, str]:
+    return {name: ", ".join(dict.fromkeys(str(getattr(p, name)) for p in given.programs)) for name in ("memory", "arithmetic")}
+
+
+def checked(spec: str, given: Given) -> tuple[Report, list[str]]:
+    """The report, under the policy of the net; under reverse where that policy runs nothing again."""
+    report, notes = _gradients(spec, given), []
+    if report.ok and not report.replayed:
+        notes.append(f"under memory {ways(given)['memory']} no function is run again here, so it was checked under reverse")
+        for program in given.programs:
+            program.memory = "reverse"
+        report = _gradients(spec, given)
+    return report, notes + report.notes
+
+
+def _gradients(spec: str, given: Given) -> Report:
+    try:
+        return rg.check.gradients(given.net, *given.inputs, **given.side)
+    except RetrogradeError as error:
+        raise Refused(f"check {spec}: {error}") from error
+    except Exception as error:
+        at = shown(raised_at(error))
+        place = f" at {at}" if at else ""
+        raise Refused(
+            f"check {spec}: the net raises {told(error)}{place}, with {given.what()}. See --dim and --shape, or let the "
+            "factory return (net, inputs)"
+        ) from error
+
+
+def draw(options: Options, given: Given) -> str:
+    try:
+        rg.check.drift(given.net, *given.inputs, **given.side).plot(options.plot or "")
+    except RetrogradeError as error:
+        return f"nothing was drawn: {error}"
+    return f"drawn to {options.plot}"

@@ -1,0 +1,103 @@
+"""What a factory of the user's makes, as a net and its inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+import retrograde as rg
+
+from ..bench.model import Attention, mlp
+from ..bench.subject import DTYPES, _takes_dim
+from ..modules import Net
+from .given import Refused, called, load
+
+MAY = "(f, g), a module with f and g, a list of rg.Update, a net that contains a program, (net, inputs) or (net, inputs, side)"
+
+
+@dataclass
+class Given:
+    """A net and what it is called with: `net(*inputs, **side)`."""
+
+    net: nn.Module
+    inputs: tuple[Any, ...]
+    side: dict[str, Any]
+    blocks: int | None = None  # made of so many blocks of the factory
+
+    @property
+    def programs(self) -> list[Net]:
+        return [m for m in self.net.modules() if isinstance(m, Net)]
+
+    def what(self) -> str:
+        """Sizes, in a line."""
+        shapes = [_shape(t) for t in tree_leaves((self.inputs, self.side)) if isinstance(t, Tensor)]
+        blocks = "" if self.blocks is None else f"{self.blocks} block{'' if self.blocks == 1 else 's'}, "
+        more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
+        return f"{blocks}input {', '.join(shapes[:3])}{more}"
+
+
+def given_net(spec: str | None, option: str, setting: dict[str, Any]) -> Given:
+    """Calls the factory. `setting` has dim, heads, depth, shape, dtype (None: as it is), device and seed."""
+    torch.manual_seed(setting["seed"])
+    make = _maker(spec, option, setting)
+    made = make()
+    if isinstance(made, (tuple, list)) and made and all(isinstance(one, rg.Update) for one in made):
+        made = rg.Reversible(made)
+    if isinstance(made, nn.Module) and any(isinstance(m, Net) for m in made.modules()):
+        return _ready(Given(made, _inputs(made, setting), {}), setting)
+    if isinstance(made, (tuple, list)) and len(made) in (2, 3) and isinstance(made[0], nn.Module) and not callable(made[1]):
+        net, inputs, side = made[0], made[1], made[2] if len(made) == 3 else {}
+        if not isinstance(side, dict):
+            raise Refused(f"{option} {spec} returned (net, inputs, side) with a {type(side).__name__} for side, not a dict")
+        return _ready(Given(net, inputs if isinstance(inputs, tuple) else (inputs,), side), setting)
+    try:
+        blocks = [made, *(make() for _ in range(setting["depth"] - 1))]
+        net = rg.ReversibleSequence(blocks)
+    except rg.ProgramError as error:
+        raise Refused(f"{option} {spec} must return {MAY}: {error}") from error
+    return _ready(Given(net, _inputs(net, setting), {}, len(blocks)), setting)
+
+
+def _maker(spec: str | None, option: str, setting: dict[str, Any]) -> Callable[[], Any]:
+    if spec is None:
+        return lambda: (Attention(setting["dim"], setting["heads"]), mlp(setting["dim"]))
+    factory = load(spec, option)
+    args = (setting["dim"],) if _takes_dim(factory) else ()
+    try:
+        kwargs = {"depth": setting["depth"]} if "depth" in inspect.signature(factory).parameters else {}
+    except ValueError:  # built in: its parameters are not known
+        kwargs = {}
+    return lambda: called(spec, option, factory, *args, **kwargs)
+
+
+def _inputs(net: nn.Module, setting: dict[str, Any]) -> tuple[Any, ...]:
+    """A tensor of the shape, in the precision of the net; for a list of updates one for each stream."""
+    generator = torch.Generator().manual_seed(setting["seed"])
+    dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
+
+    def draw() -> Tensor:
+        return torch.randn(setting["shape"], generator=generator).to(dtype)
+
+    return ({name: draw() for name in sorted(net.program.names)} if isinstance(net, rg.Reversible) else draw(),)
+
+
+def _ready(given: Given, setting: dict[str, Any]) -> Given:
+    """On the device, and in the dtype if one is asked for."""
+    device, dtype = setting["device"], DTYPES[setting["dtype"]] if setting["dtype"] else None
+
+    def there(t: Any) -> Any:
+        return t.to(device, dtype if t.is_floating_point() else None) if isinstance(t, Tensor) else t
+
+    given.net.to(device, dtype)
+    given.inputs, given.side = tree_map(there, given.inputs), tree_map(there, given.side)
+    return given
+
+
+def _shape(t: Tensor) -> str:
+    return f"{' × '.join(map(str, t.shape)) or 'a number'} {str(t.dtype).removeprefix('torch.')}"
