@@ -22,7 +22,8 @@ from .modules import Net, Reversible
 from .plain import Plain, put_back_python, python_states
 from .replay import Draws, generators, replaying
 from .streams import tensors
-from .update import Add, Affine, Inverted, Update
+from .rules import Add, Affine, Inverted, Momentum
+from .update import Update
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -144,7 +145,7 @@ class Pass:
 def _missed(update: Update, target: Any, out: Any) -> float | None:
     """How far `undo(apply(target, out), out)` is from the target, for rules that are not ours."""
     rule = update.rule.rule if isinstance(update.rule, Inverted) else update.rule
-    if type(rule) in (Add, Affine) or update.rule.mismatch(target, out):
+    if type(rule) in (Add, Affine, Momentum) or update.rule.mismatch(target, out):
         return None
     target = tree_map(lambda t: t.detach().clone(), read(target))
     with torch.no_grad():

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-import tyro
 from rich import box
 from rich.table import Table
 
-from ..bench.report import beside, size
+from ..bench.report import size
 from ..errors import RetrogradeError
 from ..planning.plan import Plan, Row, make_plan
 from ..planning.predict import WAYS, Planner
 from ..planning.subject import takes
-from .given import Refused, at_least, byte_size, load, writable
-from .screen import console, progress
+from .given import Refused, at_least, byte_size, load, picture, writable
+from .options import Autocast, Dtype, Factory, File, Number, Numbers, Size
+from .screen import console, keep, progress
 
 DEFAULTS = {"cpu": {"dim": 64, "seq": 128, "batch": 4, "depth": 12}, "cuda": {"dim": 1024, "seq": 4096, "batch": 4, "depth": 24}}
 RESERVE = "1GiB"
-Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
-Numbers = Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT ...", help_behavior_hint="")]
-Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
-Factory = Annotated[str | None, tyro.conf.arg(metavar="MODULE:FACTORY", help_behavior_hint="")]
 
 
 @dataclass
@@ -58,9 +51,9 @@ class Options:
     """Shape of the input, if it is not (batch, seq, dim)."""
     depth: Number = None
     """Number of blocks."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    dtype: Dtype = "float32"
     """Of parameters and input."""
-    autocast: Literal["auto", "none", "bfloat16", "float16"] = "auto"
+    autocast: Autocast = "auto"
     """auto is bfloat16 for float32 on a GPU, none elsewhere."""
     device: Literal["cuda", "cpu"] = "cuda"
     """The device to plan for; it need not be here."""
@@ -79,9 +72,9 @@ class Options:
     devices: int = 1
     """Parameters, gradients and states are sharded over so many by FSDP2, block by block."""
     json: File = None
-    """Write the plan here."""
+    """Write the plan here; - writes it to stdout, in place of the table."""
     plot: File = None
-    """Draw the peak against depth, as a PNG."""
+    """Draw the peak against depth, as .png, .svg or .pdf."""
 
 
 def run(options: Options) -> int:
@@ -93,12 +86,9 @@ def run(options: Options) -> int:
             plan = make_plan(planner, did=lambda way: bar.advance(task))
         except RetrogradeError as error:
             raise Refused(str(error)) from error
-    if options.json:
-        told = {"command": shlex.join(["retrograde", "plan", *sys.argv[2:]]), **plan.told()}
-        with beside(options.json) as part:
-            part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     draw(plan, planner)
-    show(plan)
+    if not keep(options.json, {"command": shlex.join(["retrograde", "plan", *sys.argv[2:]]), **plan.told()}):
+        show(plan)
     return 0
 
 
@@ -167,8 +157,8 @@ def memory_of(options: Options) -> tuple[int | None, int]:
 
 def drawing(options: Options) -> Callable[[Plan, Planner], None]:
     """Draws if asked to; what would stand in the way is told at once."""
-    for name in ("json", "plot"):
-        writable(getattr(options, name), f"--{name}")
+    writable(options.json, "--json")
+    picture(options.plot, "--plot")
     path = options.plot
     if path is None:
         return lambda plan, planner: None
