@@ -17,9 +17,10 @@ from retrograde.bench import foretold
 from retrograde.bench.meter import LiveBytes
 from retrograde.cli import app
 from retrograde.cli.plan import Options, setting_of
-from retrograde.planning.plan import make_plan
+from retrograde.planning.plan import REACHES, make_plan
 from retrograde.planning.predict import HIGH, WAYS, Planner, Predicted
 from retrograde.planning.reach import deepest, longest, widest
+from retrograde.planning.subject import traced
 from retrograde.planning.trace import Tracer
 from retrograde.planning.verdict import verdict
 from retrograde.pretence import as_on
@@ -120,6 +121,18 @@ def test_depth_is_a_line(way):
     assert HIGH < 9
     assert told.activations == pytest.approx(max(found.windows(0.0)), rel=0.01)
     assert told.step - told.parameters - told.states == pytest.approx(max(found.windows(1.0)), rel=0.03)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_budget_in_a_deep_net(share):
+    """Half of 24 blocks fit: told from a net of eight."""
+    plan = planner()
+    limit = round(plan.activations("store", (24, 64, 2), 0.0) / 2)
+    told, stored = plan.within(limit, (24, 64, 2), share)
+    assert all(depth <= 8 for _, depth, _, _ in plan.known if depth != 9)
+    found = traced(plan.tracer, plan.setting, rg.Budget(limit), 24, 64, 2)
+    assert told == pytest.approx(max(found.windows(share)), rel=0.02)
+    assert 6 < stored < 18
 
 
 def test_the_optimizer_and_its_step():
@@ -254,6 +267,7 @@ def test_the_large_case_by_the_command(tmp_path):
 def test_the_command(here, capsys, monkeypatch):
     without = tuple(way for way in WAYS if way != "compile")
     monkeypatch.setattr("retrograde.planning.plan.WAYS", without)  # splits of a function take a second at each size
+    monkeypatch.delitem(REACHES, "seq")
     sizes = "--device cpu --dim 32 --heads 2 --seq 16 --batch 2 --depth 2 --gpu-memory 2MiB"
     assert app.main(["plan", *sizes.split(), "--json", "plan.json"]) == 0
     said = capsys.readouterr()
@@ -263,7 +277,7 @@ def test_the_command(here, capsys, monkeypatch):
         assert words in said.out
     told = json.loads((here / "plan.json").read_text())
     assert [row["way"] for row in told["rows"]] == list(without)
-    assert all(row["reach"].keys() == {"depth", "seq", "batch"} for row in told["rows"])
+    assert all(row["reach"].keys() == {"depth", "batch"} for row in told["rows"])
     assert told["rows"][0]["bytes"]["peak"] > told["rows"][2]["bytes"]["peak"]
 
 
@@ -354,6 +368,12 @@ def test_functions_keep_what_they_keep_on_cuda():
         net = rg.ReversibleSequence([(Dropped(), nn.LayerNorm(32)) for _ in range(4)])
         return net, (torch.randn(2, 64, 32, requires_grad=True),)
 
+    def drop():
+        drops = rg.ReversibleSequence([(nn.Dropout(0.5), nn.Dropout(0.5)) for _ in range(4)])
+        return drops, (torch.randn(2, 64, 32, requires_grad=True),)
+
+    masks = {device: Tracer(device).trace(drop, "store").kept for device in ("cpu", "cuda")}
+    assert masks["cpu"] - masks["cuda"] == 8 * (2 * 64 * 32) * 3  # a byte of a number, not four
     kept = {device: Tracer(device).trace(make, "store").kept for device in ("cpu", "cuda")}
     weights = 4 * 2 * (2 * 2 * 64 * 64)  # of a block, in both attentions
     assert kept["cpu"] - kept["cuda"] > 4 * weights

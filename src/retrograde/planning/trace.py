@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_leaves
 
 from ..bench.meter import LiveBytes
@@ -152,7 +152,7 @@ def _step(model: nn.Module, args: tuple[Any, ...], device: str, autocast: torch.
         with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
             loss = loss_of(model(*args))
         kept = meter.live
-        torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))  # from a tensor, it would put AsOnCuda aside
+        _backward(loss)
     for hook in hooks:
         hook.remove()
     return Traced(
@@ -162,6 +162,11 @@ def _step(model: nn.Module, args: tuple[Any, ...], device: str, autocast: torch.
         kept=kept,
         highest=meter.highest,
     )
+
+
+def _backward(loss: Tensor) -> None:
+    """`loss.backward()`, which is a torch function itself and would put AsOnCuda aside."""
+    _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def loss_of(out: Any) -> Tensor:
