@@ -57,7 +57,7 @@ def test_every_command_has_its_version(name, capsys):
     [
         (["fly"], "there is no command 'fly', use one of: bench"),
         (["--fast"], "there is no command '--fast'"),
-        (["benhc"], "there is no command 'benhc', use one of: bench, train, sample, check, drift, did you mean bench?"),
+        (["benhc"], "there is no command 'benhc', use one of: bench, plan, train, sample, check, drift, did you mean bench?"),
         (["bench", "--fast"], "there is no option --fast (see retrograde bench --help)"),
         (["bench", "--dept", "3"], "there is no option --dept, did you mean --depth? (see retrograde bench --help)"),
         (["bench", "--dept=3"], "there is no option --dept, did you mean --depth?"),

@@ -310,7 +310,7 @@ def test_models_of_users(here):
         ("--gpu-memory much", "--gpu-memory 'much' is not a size"),
         ("--gpu-memory 1GiB", "--reserve 1.00 GiB leaves nothing of --gpu-memory 1.00 GiB"),
         ("--compile-budget 2", "--compile-budget must be between 0 and 1, got 2"),
-        ("--grads some", "invalid choice 'some'"),
+        ("--grads some", "--grads 'some' is not one of: none, kept, stepped"),
         ("--devices 0", "--devices must be 1 or more"),
         ("--json nowhere/plan.json", "--json nowhere/plan.json: there is no directory nowhere"),
         ("--block math:sqrt --model math:sqrt", "--block and --model are two things"),

@@ -21,8 +21,8 @@ from .lines import Line, Tracer, parting, totals
 from .modules import Net, Reversible
 from .plain import Plain, put_back_python, python_states
 from .replay import Draws, generators, replaying
-from .streams import tensors
 from .rules import Add, Affine, Inverted, Momentum
+from .streams import tensors
 from .update import Update
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -119,11 +119,11 @@ class Pass:
         return None
 
     def __call__(self, index: int, update: Update, sources: list[Any], out: Any) -> None:
-        """After it."""
+        """After it. Behind the sources stands the target, where the rule saves it."""
         given, target = self._leave((index, update))
         then, self.states = self.states, python_states()
         changed, where = self.plain.changed_by(update.fn), at(index, update)
-        edited = [name for name, t, was in zip(update.sources, sources, given, strict=True) if totals(t) != was]
+        edited = [name for name, t, was in zip(update.sources, sources, given, strict=False) if totals(t) != was]
         if edited:
             self.edited.setdefault(where, (update, edited))
         seen, gave = ([t.detach().clone() for t in tensors(value)] for value in (sources, out))

@@ -64,7 +64,7 @@ class Options:
     optimizer: Literal["adamw", "adamw-fused", "momentum", "sgd"] = "adamw"
     """What has states beside the parameters."""
     grads: Literal["none", "kept", "stepped"] = "none"
-    """Gradients start each step as None, are buffers that stay, or are used up inside backward (rg.step_in_backward)."""
+    """Gradients are made anew in each step, are buffers that stay, or are used up inside backward (rg.step_in_backward)."""
     budget: Size = None
     """For rg.Budget; if not given, what is left of the memory."""
     compile_budget: float = 0.5
