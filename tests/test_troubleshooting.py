@@ -8,7 +8,17 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "retrograde"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 FILES = [path for folder in (".", "compat", "models", "training") for path in sorted((SOURCE / folder).glob("*.py"))]
-CLASSES = {"RetrogradeError", "ProgramError", "OutOfRange", "ReplayError", "NotRepeated", "Freed", "Edited", "EditedInBackward", "TrainingError"}
+CLASSES = {
+    "RetrogradeError",
+    "ProgramError",
+    "OutOfRange",
+    "ReplayError",
+    "NotRepeated",
+    "Freed",
+    "Edited",
+    "EditedInBackward",
+    "TrainingError",
+}
 TELLING = CLASSES | {"refuse", "warn", "failed", "_damaged"}  # functions that are given a message first, or a path and a message
 HEAD = re.compile(r"(?:…: )*(.*?)(?:\. |; |$)")
 
