@@ -239,11 +239,13 @@ class _Stretch(torch.autograd.Function):
             sources, target = [read(state[name]) for name in update.sources], state[update.target]
             state[update.target] = call(job, index, own, sources, side, partial(_applied, job, index, target))
             check_update(job.plan.where[index])
+        for name in job.targets:  # torch 2.11 loses the gradient of what an operation returned unchanged, as `.to` may
+            flat, spec = flatten(state[name])
+            state[name] = unflatten([t.view_as(t) for t in flat], spec)
         ctx.job = job
         kept = before if job.keeps else state
         ctx.save_for_backward(*[t for name in job.specs for t in tensors(kept[name])], *side_tensors, *own)
-        # views, as torch 2.11 loses the gradient of an output that an operation returned unchanged, like `.to` of the same dtype
-        return tuple(t.view_as(t) for name in job.targets for t in tensors(state[name]))
+        return tuple(t for name in job.targets for t in tensors(state[name]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
