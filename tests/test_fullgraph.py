@@ -636,7 +636,10 @@ def test_edits_after_the_net(edit, wrong):
 
     side, wanted = draw(grad=False), [*given.values(), *net.parameters()]
     if wrong:
-        with pytest.raises(Exception, match="is edited in place after a reversible net used or returned it"):
+        with pytest.raises(
+            Exception,
+            match=r"is edited in place after a reversible net used or returned it|is a view and is being modified inplace",
+        ):
             compiled(model)(given, side)
         return
     assert_same(gradients(lambda: compiled(model)(given, side), wanted), gradients(lambda: model(given, side), wanted))

@@ -226,6 +226,11 @@ def _under(modes: list[Any], call: Callable[..., Any], *args: Any) -> Any:
         return _under(modes[1:], call, *args)
 
 
+# Up to then, in a trace, the gradient of an output that an operation returned unchanged, as `.to` may, was zero. Not so a view's,
+# which cannot be edited in place.
+_LOSES_UNCHANGED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+
 class _Stretch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: Job, *given: Tensor) -> tuple[Tensor, ...]:
@@ -239,7 +244,7 @@ class _Stretch(torch.autograd.Function):
             sources, target = [read(state[name]) for name in update.sources], state[update.target]
             state[update.target] = call(job, index, own, sources, side, partial(_applied, job, index, target))
             check_update(job.plan.where[index])
-        for name in job.targets:  # torch 2.11 loses the gradient of what an operation returned unchanged, as `.to` may
+        for name in job.targets if _LOSES_UNCHANGED else ():
             flat, spec = flatten(state[name])
             state[name] = unflatten([t.view_as(t) for t in flat], spec)
         ctx.job = job
