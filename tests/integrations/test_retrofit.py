@@ -128,6 +128,22 @@ def test_goes_on_after_a_break(tmp_path):
     assert Retrofit(loaded, 10, start=4).beta == 0.4
 
 
+def test_a_lower_beta_is_under_checkpoint_until_it_is_measured():
+    """Reversal that was right at β = 1 is division by zero at β = 0, and rounding errors of β^-n above it."""
+    batch, found = None, {}
+    for memory in ("reverse", "store"):
+        model = reversible_(zoo.made(zoo.llama, 8, torch.float32), memory=memory).train()
+        batch = batch or zoo.batch_for(model)
+        for beta in (0.1, 0.0):
+            model.reversible.beta = beta
+            found[memory, beta] = gradients_of(model, batch)
+    for beta in (0.1, 0.0):
+        assert_same(found["reverse", beta], found["store", beta], 1e-6)
+    model = reversible_(zoo.made(zoo.llama))
+    Retrofit(model, 10)
+    assert (model.reversible.beta, model.reversible.used_memory) == (0, "checkpoint")
+
+
 def test_an_end_below_one_is_measured_for_good():
     """Also of a net that was loaded: it begins under checkpoint, and reversal comes on when it is measured."""
     model = reversible_(zoo.made(zoo.llama), beta=0.9).train()

@@ -31,8 +31,9 @@ def reversible_(model: Model, *, memory: Any = "reverse", arithmetic: str = "aut
     `from_pretrained` work (call `reversible_` after `from_pretrained`), but pretrained weights give other outputs and must be
     trained again. `beta=0` with a `Retrofit` begins as the pretrained function instead, and moves to this one.
 
-    `model.reversible` has `memory`, `arithmetic` and `beta`, which may be set between forward passes. The KV cache works without
-    grad, in `generate()`, and is dropped while gradients are recorded.
+    `model.reversible` has `memory`, `arithmetic` and `beta`, which may be set between forward passes; lowering β sets the model
+    to "checkpoint" until a `Retrofit` has measured reversal there. The KV cache works without grad, in `generate()`, and is
+    dropped while gradients are recorded.
     """
     if any(isinstance(module, (ReversibleModel, ReversibleLayer)) for module in model.modules()):
         raise ProgramError(f"this {type(model).__name__} is reversible already; set memory and arithmetic at model.reversible")
