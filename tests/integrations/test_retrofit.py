@@ -161,9 +161,8 @@ def test_under_the_trainer(tmp_path):
     model = reversible_(zoo.gpt2(3), beta=0.0)
     batch = zoo.batch_for(model)
     rows = [{name: value[i] for name, value in batch.items()} for i in range(2)]
-    arguments = hf.TrainingArguments(
-        tmp_path, max_steps=12, logging_steps=4, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True
-    )
+    options = {"logging_steps": 4, "save_steps": 6, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    arguments = hf.TrainingArguments(tmp_path, max_steps=12, **options)
     retrofit = Retrofit(model, 8, check_every=2)
     trainer = hf.Trainer(model, arguments, train_dataset=rows, callbacks=[retrofit.callback()])
     trainer.train()
@@ -171,6 +170,22 @@ def test_under_the_trainer(tmp_path):
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["beta"] for row in logged] == [0.5, 1.0, 1.0]
     assert logged[-1]["gradient_error"] < 1e-2
+    model = reversible_(zoo.gpt2(3), beta=0.0)
+    again = Retrofit(model, 8)
+    trainer = hf.Trainer(model, arguments, train_dataset=rows, callbacks=[again.callback()])
+    trainer.add_callback(betas := Betas())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert betas.seen == [0.75, 0.875, 1, 1, 1, 1]  # goes on where it was
+
+
+class Betas(hf.TrainerCallback):
+    """β in each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.seen.append(model.reversible.beta)
 
 
 @pytest.mark.parametrize("end", [0.9, 1.0])
