@@ -123,9 +123,34 @@ def test_refusals():
     with pytest.raises(rg.ProgramError, match="got a Linear"):
         rg.from_transformer([nn.Linear(4, 4)])  # type: ignore[list-item]
 
+    with pytest.raises(rg.ProgramError, match="got a NoneType"):
+        rg.from_transformer(None)  # type: ignore[arg-type]
+
     class Own(nn.TransformerEncoderLayer):
         def _ff_block(self, x):
             return 2 * super()._ff_block(x)
 
     with pytest.raises(rg.ProgramError, match="Own has a _ff_block of its own"):
         rg.from_transformer(Own(WIDTH, HEADS, INNER, norm_first=True))
+
+
+def test_what_would_not_run_is_refused():
+    """Hooks of a layer or of the whole stack, and methods that were replaced on one of them."""
+    for of in (lambda stack: stack, lambda stack: stack.layers[1]):
+        stack = encoder()
+        of(stack).register_forward_hook(lambda module, given, out: 2 * out)
+        with pytest.raises(rg.ProgramError, match="has hooks, which would never run"):
+            rg.from_transformer(stack)
+        stack = encoder()
+        of(stack).forward = lambda x, **side: x
+        with pytest.raises(rg.ProgramError, match="has a forward of its own"):
+            rg.from_transformer(stack)
+    stack = encoder()
+    stack.layers[2]._ff_block = lambda x: x
+    with pytest.raises(rg.ProgramError, match="has a _ff_block of its own"):
+        rg.from_transformer(stack)
+    stack = encoder()
+    seen = []
+    stack.layers[1].self_attn.register_forward_hook(lambda *given: seen.append(1))  # of a part: it runs
+    rg.from_transformer(stack)(draw(2, 5, WIDTH))
+    assert seen

@@ -184,7 +184,7 @@ class ReversibleSequence(Net):
             raise ProgramError(f"no fn takes side inputs under route={self.route}, got {', '.join(sorted(side))}")
         made_of = [self.route]
         for block in self.blocks:
-            made_of += (block.f, block.g, _has_hooks(block))
+            made_of += (block.f, block.g, has_hooks(block))
         if made_of != self._made_of:
             self._made_of, self._programs = made_of, {}
         names = self._names(side)
@@ -305,19 +305,19 @@ def _block(index: int, block: Any) -> nn.Module:
     raise ProgramError(f"block {index} is a {type(block).__name__}{size}, not a pair of callables (f, g)")
 
 
-def _has_hooks(block: nn.Module) -> bool:
+def has_hooks(block: nn.Module) -> bool:
     return bool(block._forward_pre_hooks or block._forward_hooks or block._backward_pre_hooks or block._backward_hooks)
 
 
 def _functions(depth: int, block: Any) -> tuple[Any, Any]:
-    if isinstance(block, Block) and _has_hooks(block):
+    if isinstance(block, Block) and has_hooks(block):
         return _Through(block, "f"), _Through(block, "g")
     refuse_hooks(depth, block)
     return block.f, block.g
 
 
 def refuse_hooks(depth: int, block: nn.Module) -> None:
-    if _has_hooks(block):
+    if has_hooks(block):
         raise ProgramError(
             f"block {depth}, a {type(block).__name__}, has hooks that would never run, as its f and g are called one by one. "
             "Give the pair (block.f, block.g) instead, or put the hooks there: fully_shard([block.f, block.g])"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .errors import ProgramError
-from .modules import ReversibleSequence
+from .modules import ReversibleSequence, has_hooks
 
 Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
@@ -42,7 +42,7 @@ def from_transformer(
         layers, norm = layers.layers, layers.norm  # type: ignore[assignment]
     elif isinstance(layers, Layer):
         layers = [layers]
-    elif isinstance(layers, nn.Module) and not isinstance(layers, (nn.ModuleList, nn.Sequential)):
+    elif not isinstance(layers, Iterable):
         raise _not_a_layer(layers)
     blocks = [_block(index, layer) for index, layer in enumerate(layers)]  # type: ignore[arg-type]
     return FromTransformer(blocks, norm, memory=memory, arithmetic=arithmetic)
@@ -157,7 +157,12 @@ def _block(index: int, layer: Any) -> tuple[nn.Module, nn.Module]:
 
 def _refuse_own(name: str, given: nn.Module, kinds: tuple[type, ...]) -> None:
     kind = next(kind for kind in kinds if isinstance(given, kind))
-    if getattr(type(given), name, None) is not getattr(kind, name, None):
+    if has_hooks(given):
+        raise ProgramError(
+            f"a {type(given).__name__} has hooks, which would never run: its parts are called one by one. Put them on its parts, "
+            "or on the net that from_transformer returns"
+        )
+    if name in given.__dict__ or getattr(type(given), name, None) is not getattr(kind, name, None):
         raise ProgramError(
             f"{type(given).__name__} has a {name} of its own, which the reversible blocks would not run. "
             "Write f and g of it yourself, and give them to rg.ReversibleSequence"

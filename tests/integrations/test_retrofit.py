@@ -128,6 +128,22 @@ def test_goes_on_after_a_break(tmp_path):
     assert Retrofit(loaded, 10, start=4).beta == 0.4
 
 
+def test_a_lower_beta_is_under_checkpoint_until_it_is_measured():
+    """Reversal that was right at β = 1 is division by zero at β = 0, and rounding errors of β^-n above it."""
+    batch, found = None, {}
+    for memory in ("reverse", "store"):
+        model = reversible_(zoo.made(zoo.llama, 8, torch.float32), memory=memory).train()
+        batch = batch or zoo.batch_for(model)
+        for beta in (0.1, 0.0):
+            model.reversible.beta = beta
+            found[memory, beta] = gradients_of(model, batch)
+    for beta in (0.1, 0.0):
+        assert_same(found["reverse", beta], found["store", beta], 1e-6)
+    model = reversible_(zoo.made(zoo.llama))
+    Retrofit(model, 10)
+    assert (model.reversible.beta, model.reversible.used_memory) == (0, "checkpoint")
+
+
 def test_an_end_below_one_is_measured_for_good():
     """Also of a net that was loaded: it begins under checkpoint, and reversal comes on when it is measured."""
     model = reversible_(zoo.made(zoo.llama), beta=0.9).train()
@@ -145,9 +161,8 @@ def test_under_the_trainer(tmp_path):
     model = reversible_(zoo.gpt2(3), beta=0.0)
     batch = zoo.batch_for(model)
     rows = [{name: value[i] for name, value in batch.items()} for i in range(2)]
-    arguments = hf.TrainingArguments(
-        tmp_path, max_steps=12, logging_steps=4, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True
-    )
+    options = {"logging_steps": 4, "save_steps": 6, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    arguments = hf.TrainingArguments(tmp_path, max_steps=12, **options)
     retrofit = Retrofit(model, 8, check_every=2)
     trainer = hf.Trainer(model, arguments, train_dataset=rows, callbacks=[retrofit.callback()])
     trainer.train()
@@ -155,6 +170,22 @@ def test_under_the_trainer(tmp_path):
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["beta"] for row in logged] == [0.5, 1.0, 1.0]
     assert logged[-1]["gradient_error"] < 1e-2
+    model = reversible_(zoo.gpt2(3), beta=0.0)
+    again = Retrofit(model, 8)
+    trainer = hf.Trainer(model, arguments, train_dataset=rows, callbacks=[again.callback()])
+    trainer.add_callback(betas := Betas())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert betas.seen == [0.75, 0.875, 1, 1, 1, 1]  # goes on where it was
+
+
+class Betas(hf.TrainerCallback):
+    """β in each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.seen.append(model.reversible.beta)
 
 
 @pytest.mark.parametrize("end", [0.9, 1.0])

@@ -326,3 +326,18 @@ def test_it_is_said_that_the_function_is_another(tmp_path, caplog):
     assert "another function" in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
     assert "reversible: 3 layers, memory='reverse'" in repr(model)
+
+
+def test_beta_is_noted_in_a_config_of_its_own():
+    """Models of one config object do not see each other's β, which would be saved with them and taken up by reversible_."""
+    config = zoo.llama(2).config
+    first, second, plain = (hf.LlamaForCausalLM(config) for _ in range(3))
+    reversible_(first, beta=0.4)
+    reversible_(second)
+    assert (first.reversible.beta, second.reversible.beta) == (0.4, 1)
+    first.reversible.beta = 0.5
+    assert (first.config.retrograde, second.config.retrograde) == ({"beta": 0.5}, {"beta": 1.0})
+    assert not hasattr(plain.config, "retrograde")
+    inside = [module.config for module in first.modules() if hasattr(module, "config")]
+    assert len(inside) > 4
+    assert all(one is first.config for one in inside)

@@ -82,6 +82,7 @@ class Stack:
         self.reversing = beta == 1  # a retrofit switches it on
         self.due = False  # the next forward pass measures
         self.error: float | None = None
+        self._beta = 1.0
         self.beta = beta
         self._made_of: list[Any] = []
         self._parts: list[Any] = []
@@ -120,6 +121,8 @@ class Stack:
                 f"{kind} is post-norm: its norm acts on the sum of stream and branch, so no mixture of two streams begins as the "
                 "original net. Retrofit is for pre-norm nets; reversible_(model) without beta trains a two-stream net anew"
             )
+        if beta < self._beta:  # undoing divides by beta: what was right above is not below, until it is measured there
+            self.reversing = False
         self._beta = float(beta)
         config: Any = self.owner.config
         config.retrograde = {"beta": self._beta}  # goes into config.json, for who loads the weights

@@ -39,7 +39,7 @@ class Retrofit:
     checkpointing, for a random gradient of the output: two forward and backward passes of the layers more. While it is under
     `tolerance` the model runs under its own memory policy, else under "checkpoint"; at β = 1, with reversal on, nothing more is
     measured. Every measurement is logged (logger "retrograde", INFO) and kept in `history`. To go on after a break give the step
-    as `start`.
+    as `start`; a `Trainer` that resumes from a checkpoint does so by itself.
     """
 
     def __init__(
@@ -100,6 +100,11 @@ class Retrofit:
         retrofit = self
 
         class RetrofitCallback(kind):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step > retrofit.count:  # resumed from a checkpoint
+                    retrofit.count = state.global_step
+                    retrofit._set()
+
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 retrofit.step()
 

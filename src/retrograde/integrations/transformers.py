@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from typing import Any, TypeVar
@@ -31,14 +32,16 @@ def reversible_(model: Model, *, memory: Any = "reverse", arithmetic: str = "aut
     `from_pretrained` work (call `reversible_` after `from_pretrained`), but pretrained weights give other outputs and must be
     trained again. `beta=0` with a `Retrofit` begins as the pretrained function instead, and moves to this one.
 
-    `model.reversible` has `memory`, `arithmetic` and `beta`, which may be set between forward passes. The KV cache works without
-    grad, in `generate()`, and is dropped while gradients are recorded.
+    `model.reversible` has `memory`, `arithmetic` and `beta`, which may be set between forward passes; lowering β sets the model
+    to "checkpoint" until a `Retrofit` has measured reversal there. The KV cache works without grad, in `generate()`, and is
+    dropped while gradients are recorded.
     """
     if any(isinstance(module, (ReversibleModel, ReversibleLayer)) for module in model.modules()):
         raise ProgramError(f"this {type(model).__name__} is reversible already; set memory and arithmetic at model.reversible")
     if getattr(model, "is_gradient_checkpointing", False):
         raise ProgramError(f"gradient checkpointing is on: call {type(model).__name__}.gradient_checkpointing_disable() first")
     owner, layers = stack_in(model)
+    _own_config(model)
     config: Any = owner.config
     marked = getattr(config, "retrograde", None)  # weights that were trained in two streams
     start: float = beta if beta is not None else marked["beta"] if marked else 1.0
@@ -56,6 +59,15 @@ def reversible_(model: Model, *, memory: Any = "reverse", arithmetic: str = "aut
             pretrained or f"the one-stream {type(model).__name__}",
         )
     return model
+
+
+def _own_config(model: nn.Module) -> None:
+    """Give the model a config of its own, as beta is noted in it: other models may be made of the one that it was given."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = module.__dict__.get("config")
+        if hasattr(config, "to_dict"):
+            module.config = copy.deepcopy(config, copies)
 
 
 class _Exchanged:
