@@ -240,10 +240,12 @@ class _Stretch(torch.autograd.Function):
             state[update.target] = call(job, index, own, sources, side, partial(_applied, job, index, target))
             check_update(job.plan.where[index])
         ctx.job = job
-        kept = before if job.keeps else state
-        ctx.save_for_backward(*[t for name in job.specs for t in tensors(kept[name])], *side_tensors, *own)
-        # views, as torch 2.11 loses the gradient of an output that an operation returned unchanged, like `.to` of the same dtype
-        return tuple(t.view_as(t) for name in job.targets for t in tensors(state[name]))
+        # views, as torch 2.11 loses the gradient of an output that an operation returned unchanged, like `.to` of the same dtype;
+        # and they are what is saved, as torch 2.13 refuses to save another alias of an output
+        made = {name: [t.view_as(t) for t in tensors(state[name])] for name in job.targets}
+        kept = [t for name in job.specs for t in (tensors(before[name]) if job.keeps or name not in made else made[name])]
+        ctx.save_for_backward(*kept, *side_tensors, *own)
+        return tuple(t for name in job.targets for t in made[name])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
