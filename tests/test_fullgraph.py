@@ -707,3 +707,38 @@ def test_other_refusals():
         compiled(net)(draw())
     with pytest.raises(Exception, match=r"update 0: a \+= Linear\(b\): fn returned another"):
         compiled(rg.Reversible([rg.Update("a", nn.Linear(WIDTH, 2 * WIDTH).double(), "b")]))({"a": draw(), "b": draw()})
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_invertible_functions_without_modules(memory):
+    """No sources and no side inputs, so nothing that fn returns; side inputs and streams that have no gradients."""
+    f, order = mlp(), torch.tensor([2, 0, 1])
+
+    def mixed(x, other, order, power):
+        return torch.sinh(x[order]) + power * other[0] * other[1][:, None]
+
+    def separated(y, other, order, power):
+        return torch.asinh(y - power * other[0] * other[1][:, None])[order.argsort()]
+
+    updates = [*rg.wirings.invertible(torch.sinh, torch.asinh), rg.Update("v", f, "x")]
+    updates += rg.wirings.invertible(mixed, separated, sources="t", takes=["order", "power"])
+    updates += rg.wirings.invertible(lambda t: (t[0] * 2, t[1] + 1), lambda t: (t[0] / 2, t[1] - 1), stream="t")
+    net = rg.Reversible([*updates, rg.Update("v", f, "x")], memory=memory)
+    streams = {"x": draw(), "v": draw(), "t": (draw(), torch.arange(3))}
+
+    def call(streams, **side):
+        out = net(streams, **side)
+        return out["x"], out["v"], out["t"][0]
+
+    wanted = [streams["x"], streams["v"], streams["t"][0], *net.parameters()]
+    found = gradients(lambda: compiled(call)(streams, order=order, power=3), wanted)
+    net.memory = "store"
+    assert_same(found, gradients(lambda: call(streams, order=order, power=3), wanted))
+
+
+def test_rules_that_make_another_tree():
+    """The trees of streams are known before the trace; other keys would be given the names of the first."""
+    updates = rg.wirings.invertible(lambda t: {"b": -t["a"], "c": t["b"]}, lambda t: {"a": -t["b"], "b": t["c"]}, stream="t")
+    for memory in ("reverse", "checkpoint"):
+        with pytest.raises(Exception, match=r"update 0: t <- <lambda>\(\): the rule makes another tree"):
+            compiled(rg.Reversible(updates, memory=memory))({"t": {"a": draw(), "b": draw()}})

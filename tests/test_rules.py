@@ -533,3 +533,79 @@ def test_refusals():
     except RuntimeError as raised:
         error = raised
     assert error.__notes__ == ["raised by the rule of update 0: x <- Turn()"]
+
+
+def test_an_inverse_that_edits_in_place():
+    """It would edit the output of the net, and the streams that all below is recovered from."""
+    f = mlp()
+
+    def inverse_of_sources(y, v):
+        return y - v.mul_(2) / 2
+
+    for inverse, forward, sources in [(lambda y: y.sub_(1), lambda x: x + 1, ()), (inverse_of_sources, torch.add, "v")]:
+        updates = [rg.Update("v", f, "x"), *rg.wirings.invertible(forward, inverse, sources=sources), rg.Update("v", f, "x")]
+        out = rg.run(updates, {"x": draw(), "v": draw()})
+        with pytest.raises(rg.ProgramError, match=r"update 1: x <- .*undo of the rule edited.*in place.*copy"):
+            loss_of(out).backward()
+        loss_of(rg.run(updates, {"x": draw(), "v": draw()}, memory="checkpoint")).backward()
+
+
+class Spectral(nn.Module):
+    """Forward and inverse both move the buffer that their matrix depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+        self.register_buffer("u", torch.randn(WIDTH, dtype=torch.float64))
+
+    def matrix(self):
+        with torch.no_grad():
+            v = nn.functional.normalize(self.weight.T @ self.u, dim=0)
+            self.u.copy_(nn.functional.normalize(self.weight @ v, dim=0))
+        return torch.eye(WIDTH, dtype=torch.float64) + 0.5 * self.weight / (self.u.clone() @ self.weight @ v)
+
+    def forward(self, x):
+        return x @ self.matrix()
+
+    def inverse(self, y):
+        return y @ self.matrix().inverse()
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+def test_an_inverse_that_moves_buffers(memory):
+    """Forward is run again with the buffers that it found at first, and not with those that the inverse has left."""
+    one, f = Spectral(), mlp()
+    other, streams = copy.deepcopy(one), {"x": draw(), "v": draw()}
+
+    def of(module, memory):
+        updates = [*rg.wirings.invertible(module), rg.Update("v", f, "x"), *rg.wirings.invertible(module)]
+        return gradients(lambda: rg.run(updates, streams, memory=memory), [*streams.values(), module.weight])
+
+    assert_same(of(one, memory), of(other, "store"))
+    assert torch.equal(one.u, other.u)
+
+
+def test_what_is_no_tensor():
+    for memory in ("store", *REPLAYED):
+        with pytest.raises(rg.ProgramError, match=r"update 0: x <- .*apply of the rule returned a NoneType.*forward"):
+            rg.run(rg.wirings.invertible(lambda x: None, lambda y: y), {"x": draw()}, memory=memory)
+    updates = [rg.Update("v", mlp(), "x"), *rg.wirings.invertible(torch.sinh, lambda y: None)]
+    with pytest.raises(rg.ProgramError, match=r"update 1: x <- sinh\(\): undo of the rule returned a NoneType.*inverse"):
+        loss_of(rg.run(updates, {"x": draw(), "v": draw()})).backward()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e13), (torch.float64, 3e9)])
+def test_the_inverse_of_momentum_far_beyond_the_range(dtype, size):
+    """More than an int64 holds on the grid: an error, and no zeros."""
+    streams = {"x": torch.ones(3, dtype=dtype), "v": torch.zeros(3, dtype=dtype)}
+    with pytest.raises(rg.OutOfRange, match="the stream 'v' left the range of exact arithmetic"):
+        rg.invert(rg.wirings.momentum(lambda x: x * size), streams)
+
+
+def test_affine_refusals():
+    for limit in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(rg.ProgramError, match="limit is a positive number"):
+            rg.Affine(limit=limit)
+    whole = torch.arange(18).reshape(3, 6)
+    with pytest.raises(rg.ProgramError, match=r"update 0: .*the affine rule is for streams of floating point"):
+        rg.run([rg.Update("a", lambda b: (b, b), "b", rule=rg.Affine(log=False))], {"a": whole, "b": whole})

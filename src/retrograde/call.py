@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import errors
 from .exact import Exact, read
-from .streams import tensors
+from .streams import flatten, tensors
 from .update import Update
 
 Streams: TypeAlias = dict[str, Any]
@@ -61,15 +61,29 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
 
 def apply(index: int, update: Update, target: Any, out: Any) -> Any:
     """The target as the rule changes it, by code that may be the user's; what it was given is as it was, or it is an error."""
+    return _by_rule(index, update, update.rule.apply, target, out)
+
+
+def undo(index: int, update: Update, target: Any, out: Any) -> Any:
+    """The target as it was before the update. The arithmetic of the library itself is not watched."""
+    if not update.rule.saves:
+        return update.rule.undo(target, out)
+    return _by_rule(index, update, update.rule.undo, target, out)
+
+
+def _by_rule(index: int, update: Update, step: Callable[[Any, Any], Any], target: Any, out: Any) -> Any:
     own = [t for t in tensors((target, out)) if not t.is_inference()]
     versions = [t._version for t in own]
     try:
-        made = update.rule.apply(target, out)
+        made = step(target, out)
     except Exception as error:
         error.add_note(f"raised by the rule of {errors.at(index, update)}")
         raise
     if [t._version for t in own] != versions:
-        raise errors.edited_by_fn(errors.at(index, update), "the target or an argument")
+        raise errors.edited_by_rule(errors.at(index, update), step.__name__)
+    for t in flatten(made)[0]:
+        if not isinstance(t, Tensor):
+            raise errors.no_tensor(errors.at(index, update), step.__name__, t)
     return made
 
 

@@ -98,6 +98,22 @@ def edited_by_fn(where: str, what: str) -> Edited:
     return Edited(f"fn edited {what} in place. Let fn work on a copy (`x = x.clone()`, or `x + 1` for `x += 1`)", where)
 
 
+def edited_by_rule(where: str, step: str) -> Edited:
+    return Edited(
+        f"{step} of the rule edited the target or an argument in place. Let it work on a copy (`x.clone()`, or `x - 1` for "
+        "`x.sub_(1)`); of an invertible function, apply is its forward and undo its inverse",
+        where,
+    )
+
+
+def no_tensor(where: str, step: str, got: object) -> ProgramError:
+    return ProgramError(
+        f"{step} of the rule returned a {type(got).__name__} where a tensor must be; of an invertible function, apply is its "
+        "forward and undo its inverse",
+        where,
+    )
+
+
 def changed_since(where: str, what: str) -> NotRepeated:
     return NotRepeated(
         f"{what} was changed between the forward pass and backward, so fn cannot be run again as it was. Call backward first",

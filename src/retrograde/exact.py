@@ -129,7 +129,7 @@ def _product(number: Tensor, rest: Tensor, n: int, d: int) -> tuple[Tensor, Tens
 
     The product with n and d exchanged gives back both. After Maclaurin et al. (2015), who undo the momentum of SGD.
     """
-    finite = number.isfinite()
+    finite = number.abs() < 2.0**50  # a larger one, which the inverse may meet, is out of range before the product and after
     share = torch.div(rest, n, rounding_mode="floor")
     wide = torch.where(finite, number, 0.0).to(torch.int64) * n + (rest - share * n)
     made = torch.div(wide, d, rounding_mode="floor")

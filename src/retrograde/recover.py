@@ -30,7 +30,7 @@ from torch import Tensor
 
 from . import errors
 from .arithmetic import SIXTEEN
-from .call import Streams, apply, call, fitting, observe, sources_of
+from .call import Streams, apply, call, fitting, observe, sources_of, undo
 from .capture import Drawn, DrawnAgain
 from .context import Context
 from .exact import Exact
@@ -403,9 +403,13 @@ class Run:
                     if walk.at > number:
                         if why := rule.mismatch(before, out):
                             raise errors.other_path(record.where, why)
+                        apart = swap.apart() if rule.saves and swap.out else None  # what undo does to buffers, apply must not see
                         torch._C._set_grad_enabled(False)
-                        before = state[update.target] = rule.undo(before, out) if record.kept is None else record.kept
+                        before = undo(record.index, update, before, out) if record.kept is None else record.kept
                         torch._C._set_grad_enabled(True)  # after an error, `end_again` sees to it
+                        if apart is not None:
+                            apart.undo()
+                        state[update.target] = before
                         walk.at = number
                     if rule.saves:
                         observe(record.index, update, [*sources, before], out)

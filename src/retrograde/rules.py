@@ -75,7 +75,7 @@ class Affine(Rule):
     symbol = "*+="
 
     def __init__(self, *, log: bool = True, limit: float | None = None):
-        if limit is not None and not (log and limit > 0):
+        if limit is not None and not (log and 0 < limit < float("inf")):
             raise ProgramError(f"limit is a positive number, for log_scale; got limit={limit!r} with log={log!r}")
         self.log, self.limit = log, limit
 
@@ -89,6 +89,8 @@ class Affine(Rule):
         name = "log_scale" if self.log else "scale"
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             return f"fn must return a pair ({name}, shift) for the affine rule, it returned a {type(out).__name__}"
+        if not _continuous(target):
+            return "the affine rule is for streams of floating point"
         return mismatch(target, out[0]) or mismatch(target, out[1])
 
     def _scale(self, t: Tensor, given: Tensor) -> Tensor:
@@ -136,9 +138,13 @@ class Momentum(Rule):
 
     def mismatch(self, target: Any, out: Any) -> str | None:
         target = target.outline() if isinstance(target, Exact) else target
-        if not all(t.is_floating_point() or t.is_complex() for t in tensors(target)):
+        if not _continuous(target):
             return "momentum is for streams of floating point"
         return mismatch(target, out)
+
+
+def _continuous(target: Any) -> bool:
+    return all(t.is_floating_point() or t.is_complex() for t in tensors(target))
 
 
 class Invertible(Rule):

@@ -242,6 +242,14 @@ class Swap:
         self.put_in.append(t)
         _place(slots, name, t)
 
+    def apart(self) -> Swap:
+        """Copies in the same slots, for somebody whose changes of them are his own."""
+        copies = Swap()
+        for slots, name, _ in self.out:
+            t = slots.get(name, _MISSING)
+            copies.put(slots, name, t.clone() if isinstance(t, Tensor) else t)
+        return copies
+
     def difference(self) -> str | None:
         """A parameter that fn changes, and not to the same values the second time; or None."""
         for name, copy, p in self.clamped:

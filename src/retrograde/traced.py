@@ -35,7 +35,8 @@ class Plan:
         self.where = [errors.at(index, update) for index, update in enumerate(program.updates)]
         self.sixteen = held_in_sixteen_bits(program)
         self.bodies = [_body(index, update) for index, update in enumerate(program.updates)]
-        self.inside = [bool(Held(None, update.rule).roots) for update in program.updates]  # whether the rule itself has modules
+        # whether the rule does the work itself: it has modules, or its fn hands over what may be anything, or nothing
+        self.inside = [bool(Held(None, update.rule).roots) or update.rule.alone for update in program.updates]
         self.slots: list[tuple[int, tuple[str, ...], str]] = []  # of each distinct one: where a module that has it keeps it
         self.own: list[list[tuple[str, int]]] = []  # for each update: the names of its own, and slots
         known: dict[int, int] = {}
@@ -143,7 +144,7 @@ def _fitting(plan: Plan, index: int, update: Update, target: Any, out: Any) -> A
 def _applied(job: Job, index: int, target: Any, out: Any) -> Any:
     update = job.program.updates[index]
     made = update.rule.apply(target, _fitting(job.plan, index, update, target, out))
-    if len(tensors(made)) != len(tensors(target)):
+    if flatten(made)[1] != flatten(target)[1]:
         refuse("the rule makes another tree of the target, which a trace cannot follow", job.plan.where[index])
     return made
 

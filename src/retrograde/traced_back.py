@@ -119,7 +119,7 @@ def _of_parts(update: Any, again: Any, inputs: Any, after: Any, given: list[Any]
 
 
 def _of_whole(update: Any, again: Any, inputs: Any, after: Any, given: list[Any], keeps: bool) -> tuple[Any, list[Any], Any]:
-    """The same where the rule has parameters of its own: fn and rule are differentiated as one."""
+    """The same where the rule does the work itself: fn and rule are differentiated as one."""
     rule = update.rule
     before = after if keeps else again(*inputs, lambda out: rule.undo(after, out))
     flat, spec = flatten(before)
