@@ -45,6 +45,10 @@ def of_fixed_depth():
 def half(depth, dim):
     return rg.ReversibleSequence([(torch.nn.Linear(dim, dim), torch.nn.Linear(dim, dim)) for _ in range(depth)]).half()
 
+def encoder(depth, dim):
+    layer = torch.nn.TransformerEncoderLayer(dim, 2, 4 * dim, norm_first=True, batch_first=True)  # copied for each of the layers
+    return rg.from_transformer(torch.nn.TransformerEncoder(layer, depth, enable_nested_tensor=False))
+
 def ordinary(depth):
     return torch.nn.Linear(3, 3)
 
@@ -300,6 +304,14 @@ def test_models_of_users(here):
     assert ", depth" not in fixed.what()
     halved = planner(model="plan_models:half", dtype="float16").at("store", (9, 64, 2))
     assert halved.parameters == 9 * 2 * 2 * (32 * 32 + 32)
+
+
+def test_models_made_of_copies(here):
+    """Of a net that is deep-copied, parameters are of their own and still fake ones of the same mode."""
+    plan = planner(model="plan_models:encoder")
+    told = {way: plan.at(way, (9, 64, 2)) for way in WAYS}
+    assert told["store"].parameters == 9 * 4 * (12 * 32 * 32 + 13 * 32)
+    assert told["store"].activations > 3 * told["reverse"].activations
 
 
 @pytest.mark.parametrize(
