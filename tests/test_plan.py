@@ -49,6 +49,11 @@ def encoder(depth, dim):
     layer = torch.nn.TransformerEncoderLayer(dim, 2, 4 * dim, norm_first=True, batch_first=True)  # copied for each of the layers
     return rg.from_transformer(torch.nn.TransformerEncoder(layer, depth, enable_nested_tensor=False))
 
+def normed(dim):
+    def fn():
+        return torch.nn.Sequential(torch.nn.BatchNorm2d(dim), torch.nn.Conv2d(dim, dim, 3, padding=1))
+    return fn(), fn()
+
 def ordinary(depth):
     return torch.nn.Linear(3, 3)
 
@@ -93,6 +98,25 @@ def test_predictions_are_what_the_meter_measures(grads):
         limit = 0.05 if row.policy == "budget" else 0.005
         assert abs(row.error) < limit, row
         assert row.activations > 2 * 32 * 32 * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_blocks_with_running_statistics(here, device):
+    """BatchNorm in training, told from blocks of four and six: what the meter measures, and every way has a prediction."""
+    plan = planner(block="plan_models:normed", device=device, shape=(4, 32, 8, 8), depth=8, budget="512KiB")
+    told = {way: plan.at(way, (8, 1, 4)).activations for way in WAYS}
+    assert told["reverse"] < min(told["checkpoint"], told["compile"]) <= told["store"]
+    if device == "cuda":
+        return
+    for way in ("store", "checkpoint", "reverse", "budget"):
+        net = rg.ReversibleSequence([sys.modules["plan_models"].normed(32) for _ in range(8)])
+        net.memory = rg.Budget(512 * 1024) if way == "budget" else way
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        x = torch.randn(4, 32, 8, 8, requires_grad=True)
+        with LiveBytes() as meter:
+            net(x).square().mean().backward()
+        assert told[way] == pytest.approx(meter.peak + x.nbytes, rel=0.1), way
 
 
 def recorded(name):
