@@ -4,6 +4,7 @@ import json
 import resource
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,30 @@ def test_reaches_are_the_last_that_fit(reach, which, way):
         assert plan.at(way, tuple(sizes)).peak > room
 
 
+@pytest.mark.parametrize(("reach", "which"), [(longest, 1), (widest, 2)])
+def test_a_given_budget_reaches_no_further_than_it_can(reach, which):
+    """There is room for more, and real steps are refused from there on."""
+    plan = planner(gpu_memory="1GiB", budget="400KiB")
+    sizes = [5, 64, 2]
+    sizes[which] = reach(plan, "budget", tuple(sizes))
+    assert plan.setting["budget"] * 0.8 < plan.least_budget(tuple(sizes)) <= plan.setting["budget"]
+    for more, refused in ((0, False), (2, True)):
+        sizes[which] += more
+        net = foretold.transformer(5, 32, 2)
+        net.memory = rg.Budget(plan.setting["budget"])
+        x = torch.randn(sizes[2], sizes[1], 32, requires_grad=True)
+        with pytest.raises(rg.ProgramError, match="too small") if refused else nullcontext():
+            net(x).sum().backward()
+
+
+def test_a_given_budget_and_less_memory():
+    """A budget as large as the memory does not fit beside the parameters, once there is enough to store."""
+    plan = planner(gpu_memory="4MiB", budget="4MiB")
+    depth = deepest(plan, "budget", (5, 64, 2))
+    assert 1 < depth < deepest(plan, "reverse", (5, 64, 2))
+    assert plan.at("budget", (depth, 64, 2)).peak <= plan.setting["room"]
+
+
 def test_nothing_reaches():
     plan = planner(gpu_memory="1KiB")
     assert [reach(plan, "reverse", (2, 64, 2)) for reach in (deepest, longest, widest)] == [0, 0, 0]
@@ -366,10 +391,21 @@ def test_refusals(arguments, message, here, capsys):
     assert said.err.count("\n") == 1
 
 
-def test_a_budget_that_is_too_small_is_a_row(capsys):
-    sizes = "--device cpu --dim 32 --heads 2 --seq 8 --batch 2 --depth 1 --budget 1KiB"
+def test_a_budget_that_is_too_small_is_a_row(capsys, monkeypatch):
+    monkeypatch.setattr("retrograde.planning.plan.WAYS", ("store", "checkpoint", "reverse", "budget"))
+    monkeypatch.delitem(REACHES, "seq")
+    monkeypatch.delitem(REACHES, "batch")
+    sizes = "--device cpu --dim 32 --heads 2 --seq 8 --batch 2 --depth 1 --budget 1KiB --gpu-memory 64MiB"
     assert app.main(["plan", *sizes.split()]) == 0
-    assert "rg.Budget(1024) is too small" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rg.Budget(1024) is too small" in said
+    (row,) = (line for line in said.splitlines() if line.strip().startswith("Budget"))
+    assert row.split() == ["Budget", "of", "1.0", "KiB", "too", "small", "no", "none"]
+
+
+def test_a_budget_that_nobody_gave_is_not_too_small():
+    plan = planner(depth=1)
+    assert plan.at("budget", (1, 64, 2)).budget == plan.least_budget((1, 64, 2))
 
 
 def test_the_least_budget_is_the_least():

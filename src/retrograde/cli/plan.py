@@ -200,13 +200,13 @@ def name_of(row: Row, setting: dict[str, Any]) -> str:
     if row.way == "budget" and row.predicted:
         blocks = f", {row.predicted.stored:.0f} of {setting['depth']} blocks stored" if takes(setting, "depth") else ""
         return f"Budget of {size(row.predicted.budget)}{blocks}"
-    return "Budget" if row.way == "budget" else row.way
+    if row.way == "budget":
+        return f"Budget of {size(setting['budget'])}" if setting["budget"] else "Budget"
+    return row.way
 
 
 def cells(row: Row) -> list[str]:
-    if row.predicted is None:
-        return ["too small"]
-    found = [size(row.predicted.activations), size(row.predicted.peak)]
+    found = ["too small", ""] if row.predicted is None else [size(row.predicted.activations), size(row.predicted.peak)]
     if row.fits is not None:
         found.append("yes" if row.fits else "no")
     return found + [f"{n:,}" if n else "none" for n in (row.reach or {}).values()]

@@ -76,7 +76,7 @@ def make_plan(planner: Planner, did: Callable[[str], object] = lambda way: None)
         try:
             found = planner.at(way, sizes)
         except BudgetTooSmall as error:
-            rows.append(Row(way, None, str(error)))
+            rows.append(Row(way, None, str(error), fits=False if setting["room"] else None))
         else:
             rows.append(Row(way, found, fits=found.peak <= setting["room"] if setting["room"] else None))
         if setting["room"]:
