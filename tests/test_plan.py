@@ -58,6 +58,15 @@ def normed(dim):
 def ordinary(depth):
     return torch.nn.Linear(3, 3)
 
+def fails(depth, batch):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = half(depth, 8)
+        def forward(self, x):
+            raise ValueError(300 * "x")
+    return Net(), torch.randn(batch, 8)
+
 def number():
     return 3
 
@@ -379,7 +388,18 @@ def test_models_made_of_copies(here):
         ("--model plan_models:none", "--model plan_models:none: plan_models has no 'none'"),
         ("--model plan_models:number", "--model plan_models:number must return a module"),
         ("--model plan_models:ordinary", "--model plan_models:ordinary: there is no rg.ReversibleSequence or rg.Reversible"),
-        ("--model plan_models:looks", "--model plan_models:looks, depth 4, 4 × 4096, on fake tensors: DataDependentOutput"),
+        (
+            "--model plan_models:looks",
+            "--model plan_models:looks, depth 24, input 4 × 4096, traced at depth 4, on fake tensors: DataDependentOutput",
+        ),
+        (
+            "--model plan_models:fails --depth 3 --batch 7",
+            f"--model plan_models:fails, depth 3, batch 7, on fake tensors: ValueError: {300 * 'x'}\n",
+        ),
+        (
+            "--block plan_models:normed --dim 8 --shape 5 9 4 4 --depth 48",
+            "--block plan_models:normed, depth 48, input 5 × 9 × 4 × 4, traced at depth 4, on fake tensors: ",
+        ),
         ("--model plan_models:of_fixed_depth --plot plan.png", "--plot draws the peak against depth, and --model"),
     ],
 )
@@ -389,6 +409,12 @@ def test_refusals(arguments, message, here, capsys):
     assert said.out == ""
     assert said.err.startswith(f"retrograde: {message}")
     assert said.err.count("\n") == 1
+
+
+def test_the_way_out_is_told_where_it_is_one(here, capsys):
+    """A model that came without inputs."""
+    assert app.main(["plan", "--model", "plan_models:looks", "--dim", "32"]) == 2
+    assert "; the input was 4 × 4096 × 32, for another one return (model, inputs)\n" in capsys.readouterr().err
 
 
 def test_a_budget_that_is_too_small_is_a_row(capsys, monkeypatch):
