@@ -4,6 +4,7 @@ import json
 import resource
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,26 @@ def of_fixed_depth():
 def half(depth, dim):
     return rg.ReversibleSequence([(torch.nn.Linear(dim, dim), torch.nn.Linear(dim, dim)) for _ in range(depth)]).half()
 
+def encoder(depth, dim):
+    layer = torch.nn.TransformerEncoderLayer(dim, 2, 4 * dim, norm_first=True, batch_first=True)  # copied for each of the layers
+    return rg.from_transformer(torch.nn.TransformerEncoder(layer, depth, enable_nested_tensor=False))
+
+def normed(dim):
+    def fn():
+        return torch.nn.Sequential(torch.nn.BatchNorm2d(dim), torch.nn.Conv2d(dim, dim, 3, padding=1))
+    return fn(), fn()
+
 def ordinary(depth):
     return torch.nn.Linear(3, 3)
+
+def fails(depth, batch):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = half(depth, 8)
+        def forward(self, x):
+            raise ValueError(300 * "x")
+    return Net(), torch.randn(batch, 8)
 
 def number():
     return 3
@@ -89,6 +108,25 @@ def test_predictions_are_what_the_meter_measures(grads):
         limit = 0.05 if row.policy == "budget" else 0.005
         assert abs(row.error) < limit, row
         assert row.activations > 2 * 32 * 32 * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_blocks_with_running_statistics(here, device):
+    """BatchNorm in training, told from blocks of four and six: what the meter measures, and every way has a prediction."""
+    plan = planner(block="plan_models:normed", device=device, shape=(4, 32, 8, 8), depth=8, budget="512KiB")
+    told = {way: plan.at(way, (8, 1, 4)).activations for way in WAYS}
+    assert told["reverse"] < min(told["checkpoint"], told["compile"]) <= told["store"]
+    if device == "cuda":
+        return
+    for way in ("store", "checkpoint", "reverse", "budget"):
+        net = rg.ReversibleSequence([sys.modules["plan_models"].normed(32) for _ in range(8)])
+        net.memory = rg.Budget(512 * 1024) if way == "budget" else way
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        x = torch.randn(4, 32, 8, 8, requires_grad=True)
+        with LiveBytes() as meter:
+            net(x).square().mean().backward()
+        assert told[way] == pytest.approx(meter.peak + x.nbytes, rel=0.1), way
 
 
 def recorded(name):
@@ -191,6 +229,30 @@ def test_reaches_are_the_last_that_fit(reach, which, way):
     assert plan.at("reverse" if way == "budget" else way, tuple(sizes)).peak > 0.85 * room
     if way != "budget":
         assert plan.at(way, tuple(sizes)).peak > room
+
+
+@pytest.mark.parametrize(("reach", "which"), [(longest, 1), (widest, 2)])
+def test_a_given_budget_reaches_no_further_than_it_can(reach, which):
+    """There is room for more, and real steps are refused from there on."""
+    plan = planner(gpu_memory="1GiB", budget="400KiB")
+    sizes = [5, 64, 2]
+    sizes[which] = reach(plan, "budget", tuple(sizes))
+    assert plan.setting["budget"] * 0.8 < plan.least_budget(tuple(sizes)) <= plan.setting["budget"]
+    for more, refused in ((0, False), (2, True)):
+        sizes[which] += more
+        net = foretold.transformer(5, 32, 2)
+        net.memory = rg.Budget(plan.setting["budget"])
+        x = torch.randn(sizes[2], sizes[1], 32, requires_grad=True)
+        with pytest.raises(rg.ProgramError, match="too small") if refused else nullcontext():
+            net(x).sum().backward()
+
+
+def test_a_given_budget_and_less_memory():
+    """A budget as large as the memory does not fit beside the parameters, once there is enough to store."""
+    plan = planner(gpu_memory="4MiB", budget="4MiB")
+    depth = deepest(plan, "budget", (5, 64, 2))
+    assert 1 < depth < deepest(plan, "reverse", (5, 64, 2))
+    assert plan.at("budget", (depth, 64, 2)).peak <= plan.setting["room"]
 
 
 def test_nothing_reaches():
@@ -302,12 +364,23 @@ def test_models_of_users(here):
     assert halved.parameters == 9 * 2 * 2 * (32 * 32 + 32)
 
 
+def test_models_made_of_copies(here):
+    """Of a net that is deep-copied, parameters are of their own and still fake ones of the same mode."""
+    plan = planner(model="plan_models:encoder")
+    told = {way: plan.at(way, (9, 64, 2)) for way in WAYS}
+    assert told["store"].parameters == 9 * 4 * (12 * 32 * 32 + 13 * 32)
+    assert told["store"].activations > 3 * told["reverse"].activations
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--depth 0", "--depth must be 1 or more, got 0"),
         ("--dim 65 --heads 2", "--dim 65 is not a multiple of --heads 2"),
         ("--gpu-memory much", "--gpu-memory 'much' is not a size"),
+        ("--gpu-memory 24", "--gpu-memory 24 is 24 bytes, did you mean 24GiB?\n"),
+        ("--budget 8000", "--budget 8000 is 8000 bytes, did you mean 8000MiB?\n"),
+        ("--reserve 2", "--reserve 2 is 2 bytes, did you mean 2GiB?\n"),
         ("--gpu-memory 1GiB", "--reserve 1.00 GiB leaves nothing of --gpu-memory 1.00 GiB"),
         ("--compile-budget 2", "--compile-budget must be between 0 and 1, got 2"),
         ("--grads some", "--grads 'some' is not one of: none, kept, stepped"),
@@ -318,7 +391,18 @@ def test_models_of_users(here):
         ("--model plan_models:none", "--model plan_models:none: plan_models has no 'none'"),
         ("--model plan_models:number", "--model plan_models:number must return a module"),
         ("--model plan_models:ordinary", "--model plan_models:ordinary: there is no rg.ReversibleSequence or rg.Reversible"),
-        ("--model plan_models:looks", "--model plan_models:looks, depth 4, 4 × 4096, on fake tensors: DataDependentOutput"),
+        (
+            "--model plan_models:looks",
+            "--model plan_models:looks, depth 24, input 4 × 4096, traced at depth 4, on fake tensors: DataDependentOutput",
+        ),
+        (
+            "--model plan_models:fails --depth 3 --batch 7",
+            f"--model plan_models:fails, depth 3, batch 7, on fake tensors: ValueError: {300 * 'x'}\n",
+        ),
+        (
+            "--block plan_models:normed --dim 8 --shape 5 9 4 4 --depth 48",
+            "--block plan_models:normed, depth 48, input 5 × 9 × 4 × 4, traced at depth 4, on fake tensors: ",
+        ),
         ("--model plan_models:of_fixed_depth --plot plan.png", "--plot draws the peak against depth, and --model"),
     ],
 )
@@ -330,10 +414,27 @@ def test_refusals(arguments, message, here, capsys):
     assert said.err.count("\n") == 1
 
 
-def test_a_budget_that_is_too_small_is_a_row(capsys):
-    sizes = "--device cpu --dim 32 --heads 2 --seq 8 --batch 2 --depth 1 --budget 1KiB"
+def test_the_way_out_is_told_where_it_is_one(here, capsys):
+    """A model that came without inputs."""
+    assert app.main(["plan", "--model", "plan_models:looks", "--dim", "32"]) == 2
+    assert "; the input was 4 × 4096 × 32, for another one return (model, inputs)\n" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_too_small_is_a_row(capsys, monkeypatch):
+    monkeypatch.setattr("retrograde.planning.plan.WAYS", ("store", "checkpoint", "reverse", "budget"))
+    monkeypatch.delitem(REACHES, "seq")
+    monkeypatch.delitem(REACHES, "batch")
+    sizes = "--device cpu --dim 32 --heads 2 --seq 8 --batch 2 --depth 1 --budget 1KiB --gpu-memory 64MiB"
     assert app.main(["plan", *sizes.split()]) == 0
-    assert "rg.Budget(1024) is too small" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rg.Budget(1024) is too small" in said
+    (row,) = (line for line in said.splitlines() if line.strip().startswith("Budget"))
+    assert row.split() == ["Budget", "of", "1.0", "KiB", "too", "small", "no", "none"]
+
+
+def test_a_budget_that_nobody_gave_is_not_too_small():
+    plan = planner(depth=1)
+    assert plan.at("budget", (1, 64, 2)).budget == plan.least_budget((1, 64, 2))
 
 
 def test_the_least_budget_is_the_least():

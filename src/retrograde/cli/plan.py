@@ -23,6 +23,7 @@ from .screen import console, keep, progress
 
 DEFAULTS = {"cpu": {"dim": 64, "seq": 128, "batch": 4, "depth": 12}, "cuda": {"dim": 1024, "seq": 4096, "batch": 4, "depth": 24}}
 RESERVE = "1GiB"
+SMALLEST = 2**20  # bytes, of a size that needs no unit
 
 
 @dataclass
@@ -133,7 +134,7 @@ def setting_of(options: Options) -> dict[str, Any]:
         "room": None if memory is None else memory - reserve,
         "optimizer": options.optimizer,
         "grads": options.grads,
-        "budget": None if options.budget is None else byte_size(options.budget, "--budget"),
+        "budget": None if options.budget is None else memory_size(options.budget, "--budget"),
         "compile_budget": options.compile_budget,
         "devices": options.devices,
     }
@@ -143,16 +144,25 @@ def memory_of(options: Options) -> tuple[int | None, int]:
     """What there is, and how much of it is not for torch."""
     cuda = options.device == "cuda"
     if options.gpu_memory is not None:
-        memory = byte_size(options.gpu_memory, "--gpu-memory")
+        memory = memory_size(options.gpu_memory, "--gpu-memory")
     else:
         memory = torch.cuda.get_device_properties(0).total_memory if cuda and torch.cuda.is_available() else None
     if options.reserve is None:
         reserve = byte_size(RESERVE, "--reserve") if cuda else 0
     else:
-        reserve = 0 if options.reserve.strip() == "0" else byte_size(options.reserve, "--reserve")
+        reserve = 0 if options.reserve.strip() == "0" else memory_size(options.reserve, "--reserve")
     if memory is not None and reserve >= memory:
         raise Refused(f"--reserve {size(reserve)} leaves nothing of --gpu-memory {size(memory)}")
     return memory, reserve
+
+
+def memory_size(text: str, option: str) -> int:
+    """Bytes. A small number without a unit is not meant so."""
+    found = byte_size(text, option)
+    if text.strip().isdigit() and found < SMALLEST:
+        unit = "GiB" if found < 1024 else "MiB"
+        raise Refused(f"{option} {text} is {found} bytes, did you mean {text.strip()}{unit}?")
+    return found
 
 
 def drawing(options: Options) -> Callable[[Plan, Planner], None]:
@@ -200,13 +210,13 @@ def name_of(row: Row, setting: dict[str, Any]) -> str:
     if row.way == "budget" and row.predicted:
         blocks = f", {row.predicted.stored:.0f} of {setting['depth']} blocks stored" if takes(setting, "depth") else ""
         return f"Budget of {size(row.predicted.budget)}{blocks}"
-    return "Budget" if row.way == "budget" else row.way
+    if row.way == "budget":
+        return f"Budget of {size(setting['budget'])}" if setting["budget"] else "Budget"
+    return row.way
 
 
 def cells(row: Row) -> list[str]:
-    if row.predicted is None:
-        return ["too small"]
-    found = [size(row.predicted.activations), size(row.predicted.peak)]
+    found = ["too small", ""] if row.predicted is None else [size(row.predicted.activations), size(row.predicted.peak)]
     if row.fits is not None:
         found.append("yes" if row.fits else "no")
     return found + [f"{n:,}" if n else "none" for n in (row.reach or {}).values()]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..modules import Net, Reversible, ReversibleSequence
 
@@ -38,10 +39,19 @@ def partition(net: Net, splits: dict[str, Any]) -> None:
 def _partitioned(fn: Any, splits: dict[str, Any]) -> Any:
     if not isinstance(fn, nn.Module):
         return fn
+    _without_statistics(fn)
     key = f"{fn!r} {[(name, tuple(p.shape)) for name, p in fn.named_parameters()]}"
     if key not in splits:
         splits[key] = _split_of(fn)
     return Partitioned(fn, splits[key])
+
+
+def _without_statistics(fn: nn.Module) -> None:
+    """Running statistics are not updated in training: the split would hand them to backward, which has no use for them and
+    refuses them changed. In torch.compile they are not handed on either."""
+    for module in fn.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            module.track_running_stats = False
 
 
 def _split_of(fn: nn.Module) -> Any:

@@ -13,7 +13,7 @@ from ..bench.report import size
 from ..errors import BudgetTooSmall
 from .predict import WAYS, Planner, Predicted
 from .reach import deepest, longest, widest
-from .subject import takes
+from .subject import sizes_told, takes
 from .verdict import verdict
 
 REACHES = {"depth": deepest, "seq": longest, "batch": widest}
@@ -51,11 +51,10 @@ class Plan:
         """The sizes, in a line."""
         s = self.setting
         net = s["model"] or s["block"] or f"width {s['dim']}, {s['heads']} heads"
-        shape = s["shape"][1:] or [s["seq"], *([] if s["model"] else [s["dim"]])]
         precision = s["dtype"] if s["autocast"] == "none" else f"{s['dtype']} with {s['autocast']} autocast"
         each = f" on each of {s['devices']} devices" if s["devices"] > 1 else ""
-        depth = f"depth {s['depth']}, " if takes(s, "depth") else ""
-        return f"{net}, {depth}input {' × '.join(map(str, [s['batch'], *shape]))}{each}, {precision}"
+        sizes = sizes_told(s, s["seq"], s["batch"])
+        return f"{net}{', ' if sizes else ''}{sizes}{each}, {precision}"
 
     def held(self) -> str:
         """What all ways share, in a line."""
@@ -76,7 +75,7 @@ def make_plan(planner: Planner, did: Callable[[str], object] = lambda way: None)
         try:
             found = planner.at(way, sizes)
         except BudgetTooSmall as error:
-            rows.append(Row(way, None, str(error)))
+            rows.append(Row(way, None, str(error), fits=False if setting["room"] else None))
         else:
             rows.append(Row(way, found, fits=found.peak <= setting["room"] if setting["room"] else None))
         if setting["room"]:

@@ -122,11 +122,11 @@ class Planner:
                          stored=stored, budget=budget or 0)  # fmt: skip
 
     def budget(self, sizes: Sizes) -> int:
-        """For `rg.Budget`: as given, or what is left on the device, or half of what is stored without one."""
+        """For `rg.Budget`: as given, or what is left on the device, or half of what is stored without one if that is enough."""
         if self.setting["budget"]:
             return self.setting["budget"]
         if not self.setting["room"]:
-            return max(1, round(self.activations("store", sizes, 0.0) / 2))
+            return max(self.least_budget(sizes), round(self.activations("store", sizes, 0.0) / 2))
         return max(1, self.setting["room"] - self.beside_budget(sizes))
 
     def beside_budget(self, sizes: Sizes) -> int:

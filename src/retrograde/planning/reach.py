@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from .predict import Planner, Sizes
@@ -32,10 +33,15 @@ def _fits(planner: Planner, way: str, sizes: Sizes) -> bool:
 
 
 def _cost(planner: Planner, way: str, sizes: Sizes) -> int:
-    """The peak. A budget goes as far as reverse, or less by what it wants to keep free."""
+    """The peak. A budget goes as far as reverse, or less by what it wants to keep free; one that is given, no further than where
+    it is too small, which is a part of the room here as well, so that both rise on lines."""
     if way != "budget":
         return planner.at(way, sizes).peak
-    return max(planner.at("reverse", sizes).peak, planner.least_budget(sizes) + planner.beside_budget(sizes))
+    least, given, room = planner.least_budget(sizes), planner.setting["budget"], planner.setting["room"]
+    if not given:
+        return max(planner.at("reverse", sizes).peak, least + planner.beside_budget(sizes))
+    part = math.ceil(least / given * room)
+    return part if least > given else max(part, planner.at(way, sizes).peak)
 
 
 def _bisected(fits: Callable[[int], bool], most: int) -> int:

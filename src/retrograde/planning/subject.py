@@ -14,13 +14,14 @@ from ..cli.given import Refused, called, load, told
 from ..errors import RetrogradeError
 from .trace import Made, Traced, Tracer, nets_of
 
-HINT = "give (model, inputs), or a block with --block"
+LONGEST = 1000  # characters of an error
 
 
-def maker(setting: dict[str, Any], depth: int, seq: int, batch: int) -> Callable[[], Made]:
-    """Makes the model and its input; to be called under fake tensors, so that neither takes memory."""
+def maker(setting: dict[str, Any], depth: int, seq: int, batch: int, ours: list[Any]) -> Callable[[], Made]:
+    """Makes the model and its input; to be called under fake tensors, so that neither takes memory. `ours` gets the shape of the
+    input, if a model of the user comes without."""
     if setting["model"] is not None:
-        return lambda: _own(setting, depth, seq, batch)
+        return lambda: _own(setting, depth, seq, batch, ours)
     shape = [batch, *setting["shape"][1:]] if setting["shape"] else [batch, seq, setting["dim"]]
 
     def make() -> Made:
@@ -54,7 +55,25 @@ def _input(setting: dict[str, Any], shape: list[int]) -> Tensor:
     return torch.randn(shape, dtype=DTYPES[setting["dtype"]]).requires_grad_()
 
 
-def _own(setting: dict[str, Any], depth: int, seq: int, batch: int) -> Made:
+def sizes_told(setting: dict[str, Any], seq: int, batch: int) -> str:
+    """Depth and input in words, as far as they matter."""
+    found = [f"depth {setting['depth']}"] if takes(setting, "depth") else []
+    if setting["model"] is None:
+        shape = [batch, *(setting["shape"][1:] or [seq, setting["dim"]])]
+        return ", ".join([*found, f"input {times(shape)}"])
+    given = {name: value for name, value in (("batch", batch), ("seq", seq)) if takes(setting, name)}
+    if len(given) == 2:
+        found.append(f"input {times([batch, seq])}")
+    else:
+        found += [f"{name} {value}" for name, value in given.items()]
+    return ", ".join(found)
+
+
+def times(shape: list[int]) -> str:
+    return " × ".join(map(str, shape))
+
+
+def _own(setting: dict[str, Any], depth: int, seq: int, batch: int, ours: list[Any]) -> Made:
     spec = setting["model"]
     factory = load(spec, "--model")
     sizes = {"depth": depth, "dim": setting["dim"], "heads": setting["heads"], "seq": seq, "batch": batch}
@@ -68,7 +87,8 @@ def _own(setting: dict[str, Any], depth: int, seq: int, batch: int) -> Made:
     if setting["dtype"] != "float32":
         model = model.to(DTYPES[setting["dtype"]])
     if inputs is None:
-        return model, (_input(setting, [batch, seq, setting["dim"]]),)
+        ours[:] = batch, seq, setting["dim"]
+        return model, (_input(setting, ours),)
     return model, inputs if isinstance(inputs, tuple) else (inputs,)
 
 
@@ -80,13 +100,17 @@ def tracer_of(setting: dict[str, Any]) -> Tracer:
 def traced(tracer: Tracer, setting: dict[str, Any], way: Any, depth: int, seq: int, batch: int) -> Traced:
     """A step at these sizes. Faults of the user's own code are told in a line; a budget that is too small stays an error."""
     own = setting["model"] or setting["block"]
+    ours: list[int] = []
     try:
-        return tracer.trace(maker(setting, depth, seq, batch), way, (seq, batch))
+        return tracer.trace(maker(setting, depth, seq, batch, ours), way, (seq, batch))
     except (Refused, RetrogradeError):
         raise
     except Exception as error:
         if own is None:
             raise
-        option = f"--{'model' if setting['model'] else 'block'} {own}"
-        more = f"; {HINT}" if setting["model"] else ""
-        raise Refused(f"{option}, depth {depth}, {batch} × {seq}, on fake tensors: {told(error)}{more}") from error
+        where = [f"--{'model' if setting['model'] else 'block'} {own}", sizes_told(setting, seq, batch)]
+        if takes(setting, "depth") and depth != setting["depth"]:
+            where.append(f"traced at depth {depth}")
+        more = f"; the input was {times(ours)}, for another one return (model, inputs)" if ours else ""
+        told_where = ", ".join(part for part in where if part)
+        raise Refused(f"{told_where}, on fake tensors: {told(error, LONGEST)}{more}") from error

@@ -72,12 +72,19 @@ class _Meter(LiveBytes):
         self.there += p.nbytes
 
 
+class _Mode(FakeTensorMode):
+    """Fake tensors name their mode, and `copy.deepcopy` would copy it with them; tensors of two modes do not mix."""
+
+    def __deepcopy__(self, memo: Any) -> _Mode:
+        return self
+
+
 class Tracer:
     """Steps on one device at one precision. `budget` is the activation memory budget of the way "compile"."""
 
     def __init__(self, device: str, autocast: torch.dtype | None = None, budget: float = 0.5):
         self.device, self.autocast, self.budget = device, autocast, budget
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _Mode(allow_non_fake_inputs=True)
         self.splits: dict[Any, dict[str, Any]] = {}  # of functions, at each size of the input
 
     def trace(self, make: Callable[[], Made], way: Any, key: Any = None) -> Traced:
