@@ -77,7 +77,8 @@ def test_the_same_fault_in_all_blocks_is_told_once(capsys):
     _, verdict, shown = check(capsys, "counter")
     assert verdict["faults"][0]["updates"] == [f"update {i}: x1 += Counter(x2)" for i in (4, 2, 0)]
     assert "fault 1: update 4: x1 += Counter(x2), and 2 more like it" in shown
-    assert verdict["answers"]["keeps no state"] == {"verdict": "FAULT", "why": "3 functions: see below"}
+    for question in ("keeps no state", "repeats exactly"):  # what it keeps makes it return something else
+        assert verdict["answers"][question] == {"verdict": "FAULT", "why": "3 functions: see below"}
 
 
 def test_nothing_is_left_changed():
