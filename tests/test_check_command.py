@@ -165,6 +165,27 @@ def test_nets_with_inputs_of_their_own(monkeypatch, capsys):
         assert "input 2 × 5 int64" in shown
 
 
+def test_factories_get_the_sizes_that_they_name(monkeypatch, capsys):
+    def model(depth, dim, seq, batch):  # as for retrograde plan
+        return rg.ReversibleSequence([(planted.mlp(dim), planted.mlp(dim)) for _ in range(depth)]), torch.randn(batch, seq, dim)
+
+    def block(channels, *, heads, depth, bias=True):
+        assert (channels, heads, depth, bias) == (8, 4, 3, True)
+        return planted.mlp(channels), planted.mlp(channels)
+
+    monkeypatch.setattr(planted, "model", model, raising=False)
+    monkeypatch.setattr(planted, "block", block, raising=False)
+    monkeypatch.setattr(planted, "by_position", lambda width, /, heads=3: block(width, heads=heads + 1, depth=3), raising=False)
+    for name in ("model", "block", "by_position"):
+        assert "input 3 × 6 × 8 float32" in check(capsys, name)[2]
+    assert app.main(["drift", "--block", "planted:model", "--depth", "2", "--dtype", "float32", "--json", "-"]) == 0
+    capsys.readouterr()
+    for name, factory in {"two": lambda width, height: None, "more": lambda dim, height: None}.items():
+        monkeypatch.setattr(planted, name, factory, raising=False)
+        assert app.main(["check", f"planted:{name}"]) == 2
+        assert "and arguments named dim, depth, seq, batch or heads" in capsys.readouterr().err
+
+
 # -- drift -------------------------------------------------------------------------------------------------------------
 
 

@@ -60,7 +60,7 @@ class Options:
     dim: Number = None
     """Width of a stream (64)."""
     heads: Number = None
-    """Attention heads, of our block (4)."""
+    """Attention heads, of our block or of a factory that asks for them (4)."""
     seq: Number = None
     """Tokens in a sequence (32)."""
     batch: Number = None
