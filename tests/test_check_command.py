@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import planted
 import pytest
 import torch
@@ -79,6 +80,57 @@ def test_the_same_fault_in_all_blocks_is_told_once(capsys):
     assert "fault 1: update 4: x1 += Counter(x2), and 2 more like it" in shown
     for question in ("keeps no state", "repeats exactly"):  # what it keeps makes it return something else
         assert verdict["answers"][question] == {"verdict": "FAULT", "why": "3 functions: see below"}
+
+
+RNG = np.random.default_rng(0)
+
+
+class DrawsFromGlobal(planted.Branch):
+    def forward(self, x):
+        return self.fn(x) * RNG.standard_normal()
+
+
+class RectifiesInPlace(planted.Branch):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.fn(self.act(x))
+
+
+class EditsBesides(RectifiesInPlace):
+    def forward(self, x):
+        x -= 1
+        return self.fn(self.act(x))
+
+
+class Functional(planted.Branch):
+    def forward(self, x):
+        return self.fn(nn.functional.relu(x, inplace=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "instead"),
+    [
+        (DrawsFromGlobal, "draw from torch's generators, as torch.rand"),
+        (planted.NumpyGenerator, "draw from torch's generators, as torch.rand"),
+        (planted.NumpyRandom, "torch.rand for np.random.rand"),
+        (planted.PythonRandom, "torch.rand for random.random"),
+        (planted.Counter, "keep it in a buffer"),
+        (RectifiesInPlace, "write inplace=False for ReLU 'act': "),
+        (EditsBesides, "let fn work on a copy"),
+        (Functional, "write inplace=False: "),
+    ],
+)
+def test_advice_fits_the_fault(kind, instead, monkeypatch, capsys):
+    monkeypatch.setattr(planted, "given", planted.block_of(kind), raising=False)
+    assert app.main(["check", "planted:given", *SIZES]) == 1
+    shown = capsys.readouterr().out
+    (said,) = [line for line in shown.splitlines() if line.startswith("  instead: ")]
+    assert instead in said
+    assert ("buffer" in shown) == (kind is planted.Counter)
+    assert shown.lower().count("let fn work on a copy") == (kind is EditsBesides), "once"
 
 
 def test_nothing_is_left_changed():
