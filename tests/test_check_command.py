@@ -268,6 +268,13 @@ def test_drift_of_a_block_of_ones_own(capsys):
     assert rows[0]["error"] < rows[1]["error"]
 
 
+def test_errors_of_exact_arithmetic_send_to_check(capsys):
+    for name, told in {"counter": True, "dropout": False}.items():
+        assert app.main(["drift", "--block", f"planted:{name}", "--dim", "8", "--depth", "2", "--dtype", "float32"]) == 0
+        said = capsys.readouterr().out
+        assert ("does not repeat itself: run `retrograde check planted:counter`" in said) == told, said
+
+
 def test_what_cannot_be_measured_is_told(capsys):
     arguments = ["--block", "planted:growing", "--dim", "8", "--depth", "2", "64", "--dtype", "float32", "--arithmetic", "exact"]
     assert app.main(["drift", *arguments]) == 0
