@@ -29,6 +29,10 @@ def load(spec: str, option: str) -> Callable[..., Any]:
     module_name, colon, name = spec.partition(":")
     if not (module_name and colon and name):
         raise Refused(f"{option} {spec!r} is not of the form module:function")
+    if "/" in module_name or "\\" in module_name or module_name.endswith(".py"):
+        path = Path(module_name)
+        instead = ("" if path.parent == Path() else f"cd {path.parent} and ") + f"write {path.name.removesuffix('.py')}:{name}"
+        raise Refused(f"{option} {spec}: {module_name} is a path, not a module: {instead}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
