@@ -25,7 +25,7 @@ from retrograde.bench.meter import LiveBytes, peak_on_cpu
 from retrograde.bench.sketch import error, sketch
 from retrograde.bench.variants import PEERS, Variant, chosen, installed, variants
 from retrograde.cli import app
-from retrograde.cli.bench_table import notes, table
+from retrograde.cli.bench_table import doubts, notes, table
 from retrograde.cli.parse import parsed
 from retrograde.cli.screen import console
 
@@ -190,6 +190,23 @@ def test_a_block_that_does_another_thing_the_second_time_is_seen(here):
         errors[block] = row.gradient_error
     assert errors["blocks:good"] < 1e-12
     assert errors["blocks:wrong"] > 0.05
+
+
+@pytest.mark.parametrize(
+    ("variant", "error", "dtype", "told"),
+    [
+        ("reverse", 0.3, "float32", True),
+        ("reverse", 1e-4, "float32", False),
+        ("reverse", 0.3, "bfloat16", False),
+        ("reverse-compiled", 0.3, "float32", False),
+        ("reverse", None, "float32", False),
+    ],
+)
+def test_a_large_error_sends_to_check(variant, error, dtype, told):
+    setting = {"block": "blocks:wrong", "dtype": dtype, "variants": [v.told() for v in ALL.values()]}
+    rows = [Found(2, "ordinary", gradient_error=0.0), Found(2, variant, gradient_error=error)]
+    lines = [*doubts(Comparison({}, "", "", setting, rows))]
+    assert [line.endswith("run `retrograde check blocks:wrong`") for line in lines] == [True] * told
 
 
 @pytest.mark.parametrize(("block", "shape"), [("good", [3, 16]), ("fixed", [2, 5, 6]), ("Module", [4, 2, 2, 16])])

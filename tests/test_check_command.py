@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import planted
 import pytest
 import torch
@@ -77,7 +78,59 @@ def test_the_same_fault_in_all_blocks_is_told_once(capsys):
     _, verdict, shown = check(capsys, "counter")
     assert verdict["faults"][0]["updates"] == [f"update {i}: x1 += Counter(x2)" for i in (4, 2, 0)]
     assert "fault 1: update 4: x1 += Counter(x2), and 2 more like it" in shown
-    assert verdict["answers"]["keeps no state"] == {"verdict": "FAULT", "why": "3 functions: see below"}
+    for question in ("keeps no state", "repeats exactly"):  # what it keeps makes it return something else
+        assert verdict["answers"][question] == {"verdict": "FAULT", "why": "3 functions: see below"}
+
+
+RNG = np.random.default_rng(0)
+
+
+class DrawsFromGlobal(planted.Branch):
+    def forward(self, x):
+        return self.fn(x) * RNG.standard_normal()
+
+
+class RectifiesInPlace(planted.Branch):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.fn(self.act(x))
+
+
+class EditsBesides(RectifiesInPlace):
+    def forward(self, x):
+        x -= 1
+        return self.fn(self.act(x))
+
+
+class Functional(planted.Branch):
+    def forward(self, x):
+        return self.fn(nn.functional.relu(x, inplace=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "instead"),
+    [
+        (DrawsFromGlobal, "draw from torch's generators, as torch.rand"),
+        (planted.NumpyGenerator, "draw from torch's generators, as torch.rand"),
+        (planted.NumpyRandom, "torch.rand for np.random.rand"),
+        (planted.PythonRandom, "torch.rand for random.random"),
+        (planted.Counter, "keep it in a buffer"),
+        (RectifiesInPlace, "write inplace=False for ReLU 'act': "),
+        (EditsBesides, "let fn work on a copy"),
+        (Functional, "write inplace=False: "),
+    ],
+)
+def test_advice_fits_the_fault(kind, instead, monkeypatch, capsys):
+    monkeypatch.setattr(planted, "given", planted.block_of(kind), raising=False)
+    assert app.main(["check", "planted:given", *SIZES]) == 1
+    shown = capsys.readouterr().out
+    (said,) = [line for line in shown.splitlines() if line.startswith("  instead: ")]
+    assert instead in said
+    assert ("buffer" in shown) == (kind is planted.Counter)
+    assert shown.lower().count("let fn work on a copy") == (kind is EditsBesides), "once"
 
 
 def test_nothing_is_left_changed():
@@ -164,6 +217,27 @@ def test_nets_with_inputs_of_their_own(monkeypatch, capsys):
         assert "input 2 × 5 int64" in shown
 
 
+def test_factories_get_the_sizes_that_they_name(monkeypatch, capsys):
+    def model(depth, dim, seq, batch):  # as for retrograde plan
+        return rg.ReversibleSequence([(planted.mlp(dim), planted.mlp(dim)) for _ in range(depth)]), torch.randn(batch, seq, dim)
+
+    def block(channels, *, heads, depth, bias=True):
+        assert (channels, heads, depth, bias) == (8, 4, 3, True)
+        return planted.mlp(channels), planted.mlp(channels)
+
+    monkeypatch.setattr(planted, "model", model, raising=False)
+    monkeypatch.setattr(planted, "block", block, raising=False)
+    monkeypatch.setattr(planted, "by_position", lambda width, /, heads=3: block(width, heads=heads + 1, depth=3), raising=False)
+    for name in ("model", "block", "by_position"):
+        assert "input 3 × 6 × 8 float32" in check(capsys, name)[2]
+    assert app.main(["drift", "--block", "planted:model", "--depth", "2", "--dtype", "float32", "--json", "-"]) == 0
+    capsys.readouterr()
+    for name, factory in {"two": lambda width, height: None, "more": lambda dim, height: None}.items():
+        monkeypatch.setattr(planted, name, factory, raising=False)
+        assert app.main(["check", f"planted:{name}"]) == 2
+        assert "and arguments named dim, depth, seq, batch or heads" in capsys.readouterr().err
+
+
 # -- drift -------------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +266,13 @@ def test_drift_of_a_block_of_ones_own(capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["dtype"] for row in rows] == ["float32", "float32, bf16 autocast"]
     assert rows[0]["error"] < rows[1]["error"]
+
+
+def test_errors_of_exact_arithmetic_send_to_check(capsys):
+    for name, told in {"counter": True, "dropout": False}.items():
+        assert app.main(["drift", "--block", f"planted:{name}", "--dim", "8", "--depth", "2", "--dtype", "float32"]) == 0
+        said = capsys.readouterr().out
+        assert ("does not repeat itself: run `retrograde check planted:counter`" in said) == told, said
 
 
 def test_what_cannot_be_measured_is_told(capsys):

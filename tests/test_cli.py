@@ -62,6 +62,8 @@ def test_every_command_has_its_version(name, capsys):
         (["bench", "--dept", "3"], "there is no option --dept, did you mean --depth? (see retrograde bench --help)"),
         (["bench", "--dept=3"], "there is no option --dept, did you mean --depth?"),
         (["bench", "twice"], "'twice' is one argument too many (see retrograde bench --help)"),
+        (["drift", "block:attn"], "'block:attn' is one argument too many, give it with --block (see retrograde drift --help)"),
+        (["bench", "block:attn"], "'block:attn' is one argument too many, give it with --block (see"),
         (["bench", "--depth"], "--depth needs a value"),
         (["train", "--lr", "fast"], "--lr 'fast' is not a number (see retrograde train --help)"),
         (["train", "--precision", "bf61"], "--precision 'bf61' is not one of: auto, float32, bf16, did you mean bf16?"),
@@ -209,6 +211,8 @@ def test_load_finds_modules_here(here):
     [
         ("factories", "'factories' is not of the form module:function"),
         (":good", "is not of the form module:function"),
+        ("/x/factories.py:good", "/x/factories.py is a path, not a module: cd /x and write factories:good"),
+        ("factories.py:good", "factories.py is a path, not a module: write factories:good"),
         ("nowhere:good", "no module 'nowhere'"),
         ("factories.deeper:good", "factories.deeper"),
         ("factories:better", "factories has no 'better'"),

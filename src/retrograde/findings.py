@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from .lines import Line, definition, shown, text
 from .update import Inverted, Update
 
 KINDS = {  # and what to write instead
-    "non-deterministic": "draw from torch's generators (torch.rand for random.random), and let fn depend on its inputs alone",
+    "non-deterministic": "draw from torch's generators, as torch.rand does, and let fn depend on its inputs alone",
     "stateful": "keep it in a buffer (register_buffer): the second run sees it as it was; or change it `if not rg.replaying()`",
     "editing": "let fn work on a copy: `x = x * 0.5` for `x *= 0.5`, `x.clamp(-1, 1)` for `x.clamp_(-1, 1)`",
     "wrong rule": "let undo(apply(target, out), out) be the target: undo must use `out` just as apply does",
@@ -23,6 +24,12 @@ KINDS = {  # and what to write instead
     "drifting": "use arithmetic='exact' (for additions); or rg.Anchor(every=n), memory='checkpoint', a norm at the start of fn",
     "refused": "",
 }
+DRAWS = {  # what a finding says of a generator, and what to write instead
+    "Python's random": "draw from torch's generators: torch.rand for random.random, torch.randint for random.randrange",
+    "numpy's global generator": "draw from torch's generators: torch.rand for np.random.rand, torch.randn for np.random.randn",
+    "(a random generator)": "draw from torch's generators, as torch.rand and torch.randn do: backward puts these back",
+}
+IN_PLACE = re.compile(r"[-+*/@%&|^<>]=(?!=)|\w_\(|\]\s*=[^=]|\.data\b|\bout=")  # lines that edit by what is written in them
 
 
 @dataclass
@@ -36,11 +43,12 @@ class Finding:
     line: str = ""  # of the user's code, as file:number, where it can be known …
     code: str = ""  # … and what is written there
     harmless: bool = False  # of the size of rounding
+    advice: str = ""  # what to write in place of it, where more is known than the kind
 
     @property
     def instead(self) -> str:
         """What to write in place of it."""
-        return "" if self.harmless else KINDS[self.kind]
+        return "" if self.harmless else self.advice or KINDS[self.kind]
 
     @property
     def cause(self) -> str:
@@ -82,6 +90,8 @@ def _with_error(made: Pass, error: RetrogradeError, where: str, found: list[Find
             return found  # its generator is the cause, and found already
         changes = f" ({_changes(last)})" if last and last.changed else ""
         return [*(f for f in found if f.where != where), Finding(where, "stateful", message + changes, program)]
+    if isinstance(error, Edited):
+        message = message.partition(". Let fn")[0]  # what to do is said by the finding
     kinds: dict[type, str] = {Edited: "editing", EditedInBackward: "wrong backward"}
     line = _of_backward(made, where) if isinstance(error, EditedInBackward) else None
     return [*found, Finding(where, kinds.get(type(error), "refused"), message, program).at_line(line)]
@@ -149,7 +159,21 @@ def with_lines(trial: Trial, found: Iterable[Finding], memory: Any, after_anothe
     wanted = {f.where for f in found if f.kind in ("non-deterministic", "stateful", "editing")}
     made = trial.run(memory, traced=wanted, after_another=after_another) if wanted else None
     updates = {at(index, u): u for program in trial.updates() for index, u in enumerate(program)}
-    return [f if f.line else f.at_line(_line(f, made, updates.get(f.where))) for f in found]
+    found = [f if f.line else f.at_line(_line(f, made, updates.get(f.where))) for f in found]
+    return [replace(f, advice=_advice(f, updates.get(f.where))) for f in found]
+
+
+def _advice(f: Finding, update: Update | None) -> str:
+    """What to write instead, where more is known than the kind of the finding."""
+    if f.kind in ("non-deterministic", "stateful"):
+        return next((instead for drawn, instead in DRAWS.items() if drawn in f.detail), "")
+    if f.kind != "editing" or IN_PLACE.search(f.code):
+        return ""
+    if "inplace=True" in f.code:
+        return "write inplace=False: fn must not edit its source"
+    modules = update.fn.named_modules() if update is not None and isinstance(update.fn, torch.nn.Module) else ()
+    editing = {f"{type(m).__name__} {name!r}".removesuffix(" ''") for name, m in modules if getattr(m, "inplace", None) is True}
+    return f"write inplace=False for {', '.join(sorted(editing))}: fn must not edit its source" if editing else ""
 
 
 def _line(f: Finding, made: Pass | None, update: Update | None) -> Line | None:

@@ -81,7 +81,8 @@ class Plain:
             now = place.marks()
             then, self.marks[place.key] = self.marks.get(place.key, now), now
             names = [name for name in now if name not in then or then[name] != now[name]]
-            changed += [f"{place.kind} {place.prefix + name!r}" for name in names]
+            values = place.read()
+            changed += [f"{place.kind} {place.prefix + name!r}{_drawn_from(values.get(name))}" for name in names]
         return changed
 
     def put_back(self) -> None:
@@ -95,6 +96,13 @@ class Plain:
         for value, content in self.contents:
             _restore(value, content)
         self.look()
+
+
+def _drawn_from(value: Any) -> str:
+    """Says so if it is a random generator of Python's or numpy's."""
+    numpy = sys.modules.get("numpy.random")
+    kinds = (random.Random, *((numpy.Generator, numpy.RandomState, numpy.BitGenerator) if numpy else ()))
+    return " (a random generator)" if isinstance(value, kinds) else ""
 
 
 def _places(fn: Any) -> Iterator[Place]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 
-from ..cli.given import Refused, called, load
+from ..cli.given import Refused, load, sized
 from .model import Attention, mlp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -24,18 +23,7 @@ def factory_of(setting: dict[str, Any]) -> Callable[[], Any]:
     spec, dim = setting["block"], setting["dim"]
     if spec is None:
         return lambda: (Attention(dim, setting["heads"]), mlp(dim))
-    factory = load(spec, "--block")
-    args = (dim,) if _takes_dim(factory) else ()
-    return lambda: called(spec, "--block", factory, *args)
-
-
-def _takes_dim(factory: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # built in: its parameters are not known
-        return False
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return bool(required) or any(p.name == "dim" for p in parameters)
+    return sized(spec, "--block", load(spec, "--block"), {"dim": dim, "heads": setting["heads"]})
 
 
 def net_of(setting: dict[str, Any], depth: int) -> rg.ReversibleSequence:

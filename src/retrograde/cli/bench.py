@@ -11,7 +11,7 @@ from ..bench.compare import Comparison, Measured, compare_gradients, measure_all
 from ..bench.report import origin
 from ..bench.subject import net_of
 from ..bench.variants import Variant, chosen, variants
-from .bench_table import notes, table
+from .bench_table import doubts, notes, table
 from .given import Refused, at_least, byte_size, device_of, picture, writable
 from .options import Autocast, Device, Dtype, Factory, File, Names, Number, Numbers, Sizes
 from .screen import console, keep, progress
@@ -166,5 +166,5 @@ def show(report: Comparison) -> None:
     out.print(report.where(), report.what(), sep="\n", soft_wrap=True)
     if report.rows:
         out.print(table(report.rows))
-    for line in notes(report.rows):
+    for line in (*notes(report.rows), *doubts(report)):
         out.print(line, soft_wrap=True, markup=False)

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 from rich import box
 from rich.table import Table
 
-from ..bench.compare import Found
+from ..bench.compare import Comparison, Found
 from ..bench.report import size
 from ..bench.variants import REFERENCE
 
 COLUMNS = ("variant", "ms of a step (quartiles)", "ratio", "activations", "ratio", "whole peak", "gradient error", "first step")
+FAR = 1e-2  # relative error of gradients
 
 
 def table(rows: list[Found]) -> Table:
@@ -56,3 +57,16 @@ def notes(rows: Iterable[Found]) -> Iterator[str]:
             details.setdefault(("gradient error", f"against {row.reference}, as {REFERENCE} has none"), []).append(row.depth)
     for (variant, detail), depths in details.items():
         yield f"{variant}, depth {', '.join(map(str, dict.fromkeys(depths)))}: {detail}"
+
+
+def doubts(report: Comparison) -> Iterator[str]:
+    """A line, if reversal without compiling is further off than rounding in float32 takes it."""
+    s = report.setting
+    eager = {v["name"] for v in s["variants"] if v["way"] == "retrograde" and v["compiled"] == "no"}
+    errors = {row.variant: row.gradient_error for row in report.rows if row.variant in eager and (row.gradient_error or 0) > FAR}
+    if errors and s["block"] and s["dtype"] in ("float32", "float64"):
+        name, error = max(errors.items(), key=lambda one: one[1])
+        yield (
+            f"{name}: a gradient error of {error:.0e} is more than rounding, a function may not repeat itself: "
+            f"run `retrograde check {s['block']}`"
+        )

@@ -23,7 +23,7 @@ from .options import Autocast, Device, File, Net, Number, Numbers, Policy
 from .screen import keep
 from .train import policy
 
-DEFAULTS = {"dim": 64, "seq": 32, "batch": 2, "depth": 12}
+DEFAULTS = {"dim": 64, "heads": 4, "seq": 32, "batch": 2, "depth": 12}
 
 
 @dataclass
@@ -31,10 +31,11 @@ class Options:
     """Is your block or net sound? Does each function repeat exactly, keep no state, leave its inputs alone; how far do the
     recovered streams drift at this depth and precision; do the gradients agree with ordinary autograd?
 
-    The factory is a function in a module that is installed or in the current directory. It takes nothing, or the width; and the
-    depth if it has a parameter of that name. It returns a block, as for retrograde bench: (f, g), or a module with f and g. Or a
-    list of rg.Update; or a whole net that contains programs; or (net, inputs) or (net, inputs, side), where inputs are a tensor
-    or a tuple, and side is a dict of keyword arguments. Without inputs, the net gets a random tensor of shape (batch, seq, dim).
+    The factory is a function in a module that is installed or in the current directory. It takes nothing, or the width; or any
+    of dim, depth, seq, batch and heads, by these names. It returns a block, as for retrograde bench: (f, g), or a module with f
+    and g. Or a list of rg.Update; or a whole net that contains programs; or (net, inputs) or (net, inputs, side), where inputs
+    are a tensor or a tuple, and side is a dict of keyword arguments. Without inputs, the net gets a random tensor of shape
+    (batch, seq, dim).
 
     Each fault is shown with its update, the line to change and what to write instead. The exit code is 0 if the net is sound,
     1 if it has faults, 2 for arguments that cannot be used.
@@ -46,6 +47,8 @@ class Options:
     """Width of a stream, for the factory and the input (64)."""
     depth: Number = None
     """Number of blocks (12)."""
+    heads: Number = None
+    """Attention heads, for a factory that asks for them (4)."""
     seq: Number = None
     """Tokens in a sequence (32)."""
     batch: Number = None
@@ -102,7 +105,6 @@ def setting_of(options: Options) -> dict[str, Any]:
     at_least(0, seed=options.seed)
     return {
         **sizes,
-        "heads": 0,
         "shape": list(options.shape) or [sizes["batch"], sizes["seq"], sizes["dim"]],
         "dtype": None if options.dtype == "own" else options.dtype,
         "autocast": options.autocast,

@@ -15,7 +15,7 @@ from ..findings import Finding
 from .screen import console
 
 QUESTIONS = {  # and the kinds of findings that say no
-    "repeats exactly": ("non-deterministic",),
+    "repeats exactly": ("non-deterministic", "stateful"),  # what is kept is a fault where it changes what fn returns
     "keeps no state": ("stateful",),
     "leaves its inputs alone": ("editing",),
     "streams come back": ("drifting", "wrong rule"),

@@ -60,7 +60,7 @@ class Options:
     dim: Number = None
     """Width of a stream (64)."""
     heads: Number = None
-    """Attention heads, of our block (4)."""
+    """Attention heads, of our block or of a factory that asks for them (4)."""
     seq: Number = None
     """Tokens in a sequence (32)."""
     batch: Number = None
@@ -166,5 +166,8 @@ def show(curve: Curve, notes: list[str]) -> None:
         for (dtype, _, arithmetic), errors in curve.lines(streams).items():
             table.add_row(dtype, arithmetic, *(short(errors.get(depth)) for depth in s["depth"]))
         out.print(table)
+    if s["block"] and any(row.arithmetic == "exact" and (row.error or row.streams) for row in curve.rows):
+        cause = "exact arithmetic recovers streams to the bit, so a function does not repeat itself"
+        notes = [*notes, f"{cause}: run `retrograde check {s['block']}`"]
     for line in dict.fromkeys(notes):
         out.print(escape(line), soft_wrap=True)

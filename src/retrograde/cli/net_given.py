@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 import retrograde as rg
 
 from ..bench.model import Attention, mlp
-from ..bench.subject import DTYPES, _takes_dim
+from ..bench.subject import DTYPES
 from ..modules import Net
-from .given import Refused, called, load
+from .given import Refused, load, sized
 
 MAY = "(f, g), a module with f and g, a list of rg.Update, a net that contains a program, (net, inputs) or (net, inputs, side)"
+SIZES = ("dim", "depth", "seq", "batch", "heads")  # that a factory may ask for
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Given:
 
 
 def given_net(spec: str | None, option: str, setting: dict[str, Any]) -> Given:
-    """Calls the factory. `setting` has dim, heads, depth, shape, dtype (None: as it is), device and seed."""
+    """Calls the factory. `setting` has the `SIZES`, shape, dtype (None: as it is), device and seed."""
     torch.manual_seed(setting["seed"])
     make = _maker(spec, option, setting)
     made = make()
@@ -67,13 +67,7 @@ def given_net(spec: str | None, option: str, setting: dict[str, Any]) -> Given:
 def _maker(spec: str | None, option: str, setting: dict[str, Any]) -> Callable[[], Any]:
     if spec is None:
         return lambda: (Attention(setting["dim"], setting["heads"]), mlp(setting["dim"]))
-    factory = load(spec, option)
-    args = (setting["dim"],) if _takes_dim(factory) else ()
-    try:
-        kwargs = {"depth": setting["depth"]} if "depth" in inspect.signature(factory).parameters else {}
-    except ValueError:  # built in: its parameters are not known
-        kwargs = {}
-    return lambda: called(spec, option, factory, *args, **kwargs)
+    return sized(spec, option, load(spec, option), {name: setting[name] for name in SIZES})
 
 
 def _inputs(net: nn.Module, setting: dict[str, Any]) -> tuple[Any, ...]:

@@ -59,7 +59,8 @@ def in_our_words(parts: list[str], names: list[str]) -> str:
         words = match[1].split(", ")
         option = next((word for word in words if word.startswith("--")), None)
         if option is None:
-            return f"{words[0]!r} is one argument too many"
+            takers = [name for name in ("--block", "--model") if name in names and ":" in words[0]]
+            return f"{words[0]!r} is one argument too many{', give it with ' if takers else ''}{' or '.join(takers)}"
         option = option.partition("=")[0]
         return f"there is no option {option}{nearest(option, [*names, '--help', '--version'])}"
     if match := re.match(r"Error parsing (\S+): (.*)", said):
