@@ -31,8 +31,8 @@ class Options:
     """
 
     block: Factory = None
-    """Your block: a function that takes nothing, or the width, and returns (f, g) or a module with f and g. If not
-    given: attention and an MLP."""
+    """Your block: a function that takes nothing, the width, or sizes by name (dim, heads), and returns (f, g) or a module with f
+    and g. If not given: attention and an MLP."""
     dim: Number = None
     """Width of a stream."""
     heads: Number = None

@@ -35,8 +35,8 @@ class Options:
     """
 
     block: Factory = None
-    """Your block, as for `retrograde bench`: a function that takes nothing, or the width, and returns (f, g) or a module with f
-    and g. If not given: attention and an MLP."""
+    """Your block, as for `retrograde bench`: a function that takes nothing, the width, or sizes by name (dim, heads), and returns
+    (f, g) or a module with f and g. If not given: attention and an MLP."""
     model: Factory = None
     """Your whole model instead: a function with any of the arguments depth, dim, heads, seq and batch that returns a model, or
     (model, inputs)."""
