@@ -1,4 +1,4 @@
-# Everything lives in .venv; `make demo` and `make test` set it up themselves.
+# Everything lives in .venv (other libraries in .venv-integrations); `make demo` and `make test` set it up themselves.
 PYTHON ?= python3
 BIN := .venv/bin
 TEST := $(BIN)/python -m pytest
@@ -20,8 +20,8 @@ test-peers: .venv/peers
 docs: .venv/installed  # into site/; open site/index.html. A warning is an error (with --quiet none would be counted)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test-integrations: .venv/integrations
-	$(TEST) -q -m integrations tests/integrations
+test-integrations: .venv-integrations/installed
+	.venv-integrations/bin/python -m pytest -q -m integrations tests/integrations
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -42,9 +42,11 @@ format: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	touch $@
 
-.venv/integrations: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
+.venv-integrations/installed: pyproject.toml constraints.txt  # apart: peers bring a torchvision that other libraries cannot import
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,integrations]'
 	touch $@
 
 clean:
-	rm -rf .venv site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations site .pytest_cache .ruff_cache .hypothesis
