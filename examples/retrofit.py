@@ -84,9 +84,9 @@ def held_out(model: Any, data: Tensor, length: int) -> float:
     return float(torch.stack(losses).mean())
 
 
-def compare(depth: int, width: int, length: int, pretrain: int, steps: int, rise: int, end: float) -> Compared:
+def compare(depth: int, width: int, length: int, pretrain: int, steps: int, rise: int, end: float, seed: int = 0) -> Compared:
     """Held-out losses after fine-tuning the original and the retrofit, and how far their outputs are apart at the start."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     text = reference()
     cut = len(text) * 9 // 10
     original = train(small_llama(depth, width, length), sources(), pretrain, length, 3e-3)
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800, help="steps of fine-tuning")
     parser.add_argument("--rise", type=int, default=250, help="steps in which beta rises from 0 to its end")
     parser.add_argument("--end", type=float, default=0.9, help="the last beta")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights at the start")
     options = vars(parser.parse_args())
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     plain, mine, apart, retrofit = compare(**options)
