@@ -20,17 +20,8 @@ from .update import ALL, Program, Update
 from .wirings import pair
 
 
-class Net(nn.Module):
-    """`memory` and `arithmetic` may be set at any time between forward passes; parameters do not depend on them."""
-
-    def __init__(self, memory: Any, arithmetic: str):
-        super().__init__()
-        self.memory, self.arithmetic = memory, arithmetic
-        self._key = key_of(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._key = key_of(self)  # a copy is another net
+class Chosen:
+    """Memory and arithmetic, checked when they are set."""
 
     @property
     def memory(self) -> Any:
@@ -47,6 +38,19 @@ class Net(nn.Module):
     @arithmetic.setter
     def arithmetic(self, arithmetic: str) -> None:
         self._arithmetic = check_arithmetic(arithmetic)
+
+
+class Net(Chosen, nn.Module):
+    """`memory` and `arithmetic` may be set at any time between forward passes; parameters do not depend on them."""
+
+    def __init__(self, memory: Any, arithmetic: str):
+        super().__init__()
+        self.memory, self.arithmetic = memory, arithmetic
+        self._key = key_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._key = key_of(self)  # a copy is another net
 
 
 class Reversible(Net):

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arithmetic import check_arithmetic
 from ..engine import run
 from ..errors import ProgramError
-from ..memory import check_memory
+from ..modules import Chosen
+from ..rules import Add, Rule
 from ..streams import each
-from ..update import Add, Program, Rule, Update
+from ..update import Program, Update
 from ._families import Opaque, family_of
 
 
@@ -70,7 +70,7 @@ class Through(nn.Module):
         return self.layer(self.part, x, **side)
 
 
-class Stack:
+class Stack(Chosen):
     """The reversible net inside a model. `memory`, `arithmetic` and `beta` may be set between forward passes."""
 
     def __init__(self, owner: nn.Module, layers: nn.ModuleList, memory: Any, arithmetic: str, beta: float):
@@ -90,22 +90,6 @@ class Stack:
 
     def __repr__(self) -> str:
         return f"{len(self.layers)} layers, memory={self.memory!r}, arithmetic={self.arithmetic!r}, beta={self.beta:.4g}"
-
-    @property
-    def memory(self) -> Any:
-        return self._memory
-
-    @memory.setter
-    def memory(self, memory: Any) -> None:
-        self._memory = check_memory(memory)
-
-    @property
-    def arithmetic(self) -> str:
-        return self._arithmetic
-
-    @arithmetic.setter
-    def arithmetic(self, arithmetic: str) -> None:
-        self._arithmetic = check_arithmetic(arithmetic)
 
     @property
     def beta(self) -> float:
