@@ -3,8 +3,11 @@
 import functools
 import json
 import os
+import runpy
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,3 +108,12 @@ def test_fake_tensors_tell_another_path(memory):
         out = rg.run([rg.Update("a", lambda x: x if rg.replaying() else x.sin(), "b")], {"a": x, "b": x}, memory=memory)
         with pytest.raises(rg.ReplayError, match=r"update 0: a \+= <lambda>\(b\)"):
             out["a"].sum().backward()
+
+
+@pytest.mark.parametrize("name", ["integrations", "peers"])
+def test_other_libraries_are_imported_by_their_own_tests_alone(name):
+    """`make test-slow` runs where they are not installed."""
+    (conftest,) = (Path(__file__).parent / name).glob("conftest.py")
+    ignored = runpy.run_path(str(conftest))["pytest_ignore_collect"]
+    for asked, expected in ((name, None), ("slow", True), ("not slow and not peers and not integrations", True)):
+        assert ignored(SimpleNamespace(option=SimpleNamespace(markexpr=asked))) is expected
