@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import retrograde as rg
+from retrograde import ahead
 from retrograde.compat import nuwa
 
 WIDTH, WORLD = 8, 2
@@ -164,11 +165,18 @@ CASES = {
     "fsdp, mixed precision, each block": lambda r, m: sharded(r, m, "blocks", policy=HALF),
     "fsdp, mixed precision, root": lambda r, m: sharded(r, m, "root", policy=HALF),
 }
-POLICIES = {"reverse": "reverse", "checkpoint": "checkpoint", "StoreLast(2)": rg.StoreLast(2), "Budget": rg.Budget(6000)}
+POLICIES = {
+    "reverse": "reverse",
+    "overlap": "overlap",
+    "checkpoint": "checkpoint",
+    "StoreLast(2)": rg.StoreLast(2),
+    "Budget": rg.Budget(6000),
+}
 
 
 def main(rank, file):
     torch.set_num_threads(1)
+    ahead.KINDS = ("cuda", "cpu")  # as in conftest.py
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
     for name, case in CASES.items():
         for policy, memory in POLICIES.items():

@@ -157,6 +157,17 @@ BAD_PROGRAMS = {
         ["odd size 7 along dim -1", "(3, 7)", "Pad it, choose another dim, or use split='copy'"],
     ),
     "odd length": (lambda: sequence(split="chunk", dim=0)(torch.ones(3, 4)), ["odd size 3 along dim 0", "Pad it"]),
+    "no thirds": (
+        lambda: sequence(split="chunk", streams=3)(torch.ones(3, 8)),
+        ["size 8 along dim -1", "no three equal parts", "Pad it"],
+    ),
+    "one stream": (lambda: sequence(streams=1), ["streams must be a whole number, 2 or more", "got 1"]),
+    "no number of streams": (lambda: sequence(streams=True), ["streams must be a whole number", "True"]),
+    "one stream in turn": (lambda: rg.wirings.leapfrog([f, g], streams=["a"]), ["two names or more", "['a']"]),
+    "inverse of other streams": (
+        lambda: sequence(streams=3, merge=None).inverse((X, X)),
+        ["takes the 3 streams that forward returned", "got a tuple of 2"],
+    ),
     "no blocks": (lambda: rg.ReversibleSequence([]), ["no blocks", "at least one (f, g)"]),
     "no updates": (lambda: rg.Reversible([]), ["no updates", "at least one"]),
     "a module is no pair": (lambda: rg.ReversibleSequence([(f, g), f]), ["block 1", "not a pair of callables (f, g)", "Linear"]),
@@ -649,3 +660,9 @@ def test_freed_graph():
     with pytest.raises(RuntimeError, match="retain_graph=True"):
         loss.backward()
     assert_next_step_is_right(net)
+
+
+def test_what_reads_a_sum_has_its_own_name():
+    """In lists, and in errors."""
+    updates = rg.wirings.leapfrog([nn.Linear(2, 2), torch.sin], streams=("a", "b", "c"))
+    assert list(map(repr, updates)) == ["a += Linear(b, c)", "b += sin(c, a)"]

@@ -172,6 +172,7 @@ def wired(name, setting, depth, make=Fn):
             make(WIDTH, WIDTH, narrow), make(narrow), make(narrow, narrow, WIDTH), make(), takes=[takes] * 4
         ),
         "leapfrog": lambda: rg.wirings.leapfrog([make(), make(), make()], takes=takes),
+        "three in turn": lambda: rg.wirings.leapfrog([make(), make(), make()], streams=("a", "b", "c"), takes=takes),
         "groups": lambda: rg.wirings.groups([make(), make(), make()], takes=takes),
     }[name]
     updates = [update for _ in range(depth) for update in block()]
@@ -180,7 +181,7 @@ def wired(name, setting, depth, make=Fn):
     return Case(setting, updates, streams, {"context": draw(ROWS, 1)})
 
 
-WIRINGS = ["pair", "dual", "cross", "leapfrog", "groups"]
+WIRINGS = ["pair", "dual", "cross", "leapfrog", "three in turn", "groups"]
 
 
 # -- equal to the bit --------------------------------------------------------------------------------------------------

@@ -106,6 +106,12 @@ def test_inductor():
     chosen(net, draw(5, WIDTH))
 
 
+def test_three_streams():
+    """Of what stands in a sum, the function inside is compiled, and a budget chooses its form."""
+    net = rg.compile_fns(net_of(3, streams=3, memory=rg.Budget(1 << 20)), backend="aot_eager")
+    chosen(net, draw(5, WIDTH))
+
+
 def test_a_copy_is_not_compiled():
     net = rg.compile_fns(net_of(1), backend="eager")
     assert copy.deepcopy(net).blocks[0].f._compiled_call_impl is None

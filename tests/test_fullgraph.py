@@ -63,6 +63,7 @@ def wired():
     yield "dual", w.dual(*mlps(4)), "x1 x2 m1 m2"
     yield "cross", w.cross(OfTwo(), mlp(), OfTwo(), mlp()), "x1 x2 m1 m2"
     yield "leapfrog", w.leapfrog(mlps(3)), "a b"
+    yield "three in turn", w.leapfrog(mlps(4), streams=("a", "b", "c")), "a b c"
     yield "groups", w.groups(mlps(3)), "s0 s1 s2"
     yield "two apart", [*w.pair(*mlps(2)), *w.pair(*mlps(2), streams=("y1", "y2"))], "x1 x2 y1 y2"
     yield "a stream that never changes", [rg.Update("a", OfTwo(), ("b", "c")), rg.Update("b", mlp(), "a")], "a b c"
@@ -82,6 +83,13 @@ def test_wirings(updates, names):
     streams = {name: draw() for name in names.split()}
     net = rg.Reversible(updates)
     same(net, [streams], streams.values())
+
+
+@pytest.mark.parametrize("split", ["copy", "chunk"])
+def test_three_streams(split):
+    net = rg.ReversibleSequence([(Attend(), mlp()) for _ in range(2)], streams=3, split=split)
+    x, context = draw(2, 3, WIDTH * (3 if split == "chunk" else 1)), draw(2, 3, WIDTH)
+    same(net, [x], [x, context], context=context)
 
 
 def test_a_stream_beside():

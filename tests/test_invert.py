@@ -183,6 +183,16 @@ def test_sequence(split, dim, merge, memory):
     assert_same(found, gradients(by_hand, wanted))
 
 
+@pytest.mark.parametrize("merge", ["cat", None])
+@pytest.mark.parametrize("split", ["copy", "chunk"])
+def test_sequence_of_three_streams(split, merge, memory):
+    blocks = [branches(2) for _ in range(2)]
+    net = rg.ReversibleSequence(blocks, streams=3, split=split, merge=merge, route=(True, True), memory=memory)
+    x, context = draw(3, 2, WIDTH * (3 if split == "chunk" else 1)), draw(1, WIDTH)
+    net.eval()
+    close(net.inverse(net(x, context=context), context=context), x)
+
+
 @pytest.mark.parametrize("split", ["copy", "chunk"])
 @pytest.mark.parametrize("merge", ["mean", "sum"])
 def test_sequence_that_cannot_be_inverted(split, merge, memory):

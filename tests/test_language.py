@@ -67,17 +67,39 @@ def test_memory_is_flat_in_depth():
     assert peak(9, "store") > 2 * peak(3, "store")
 
 
-def test_gradients_under_every_policy():
-    model, (tokens, following) = Language(4, 16, 2, 16).double(), batch()
+@pytest.mark.parametrize("streams", [1, 2, 3])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_under_every_policy(dropout, streams):
+    model, (tokens, following) = Language(4, 16, 2, 16, memory="store", streams=streams, dropout=dropout).double(), batch()
     found = {}
-    for model.net.memory in ("store", "checkpoint", "reverse", rg.StoreLast(3)):
+    for model.net.memory in ("store", "checkpoint") if streams == 1 else ("store", "checkpoint", "reverse", rg.StoreLast(3)):
         model.zero_grad()
+        torch.manual_seed(1)
         model(tokens, following).backward()
         found[str(model.net.memory)] = [p.grad for p in model.parameters()]
         assert all(p.grad.abs().max() > 1e-9 for p in model.parameters())
     for grads in found.values():
         for a, b in zip(grads, found["store"], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_dropout_in_training_alone(streams):
+    kind = {"depth": 2, "width": 16, "heads": 2, "context": 16, "memory": "store", "streams": streams}
+    plain, model, (tokens, following) = Language(**kind), Language(**kind, dropout=0.3), batch()
+    model.load_state_dict(plain.state_dict())  # the same keys
+    assert model(tokens, following) != model(tokens, following)
+    x, side = torch.randn(8, 16, 16), {"cos_LK": model.cos, "sin_LK": model.sin}
+    for block, as_before in zip(model.net.blocks, plain.net.blocks, strict=True):
+        for out, whole in ((block.f(x, **side), as_before.f(x, **side)), (block.g(x), as_before.g(x))):
+            kept = out != 0
+            assert kept.double().mean() == pytest.approx(0.7, abs=0.05)
+            torch.testing.assert_close(out[kept], whole[kept] / 0.7)
+    before = torch.get_rng_state()
+    wanted = plain(tokens, following)
+    wanted.backward()
+    assert torch.equal(model.eval()(tokens, following), wanted)
+    assert torch.equal(torch.get_rng_state(), before)  # nothing was drawn
 
 
 def test_only_distances_count_for_rotary_positions():
@@ -107,7 +129,7 @@ def test_one_stream_has_the_same_parameters(memory):
     torch.manual_seed(1)
     two = Language(3, 16, 2, 16)
     torch.manual_seed(1)
-    one = Language(3, 16, 2, 16, memory=memory, one_stream=True)
+    one = Language(3, 16, 2, 16, memory=memory, streams=1)
     assert two.state_dict().keys() == one.state_dict().keys()
     x = one.embed.weight[:4][None]
     side = {"cos_LK": one.cos[:4], "sin_LK": one.sin[:4]}
@@ -133,10 +155,13 @@ def test_extends_a_prompt():
     ("sizes", "message"),
     [
         ({"depth": 0}, "depth must be 1 or more"),
+        ({"streams": 0}, "streams must be 1 or more"),
         ({"heads": 3}, "width 16 is not a multiple of twice the heads, 3"),
         ({"heads": 16}, "each head needs an even width"),
-        ({"one_stream": True, "memory": "reverse"}, "a net of one stream cannot be reversed"),
+        ({"streams": 1, "memory": "reverse"}, "a net of one stream cannot be reversed"),
         ({"memory": "none"}, "unknown memory policy"),
+        ({"dropout": 1.0}, "dropout must be 0 or more and less than 1, got 1.0"),
+        ({"dropout": -0.1}, "dropout must be 0 or more and less than 1, got -0.1"),
     ],
 )
 def test_bad_sizes(sizes, message):

@@ -11,7 +11,7 @@ from training_support import last, losses, same, tiny, trained
 
 from retrograde.training import checkpoints
 from retrograde.training.errors import TrainingError
-from retrograde.training.loop import train
+from retrograde.training.loop import Trainer, train
 from retrograde.training.memory import kept_by
 from retrograde.training.metrics import read
 from retrograde.training.settings import differences, settle
@@ -43,10 +43,55 @@ def test_reverse_equals_store_over_fifty_steps(tmp_path):
     assert found["float"][0] != store[0]
 
 
+def test_reverse_equals_store_with_dropout(tmp_path):
+    """To the bit, weights included: backward drops what the forward pass dropped."""
+    store, reverse = (
+        trained(tmp_path / memory, memory=memory, arithmetic="exact", dropout=0.3, accumulate=2)
+        for memory in ("store", "reverse")
+    )
+    assert store[0] == reverse[0]
+    assert same(store[1], reverse[1])
+
+
+def test_dropout_in_steps_alone(tmp_path):
+    """The weights stay, so that all looks and both samples are the same, and losses differ by dropout alone."""
+    still = {"lr": 0.0, "steps": 3, "look_every": 1, "sample": 30}
+    found = {dropout: trained(tmp_path / str(dropout), dropout=dropout, **still) for dropout in (0.0, 0.5)}
+    assert all(a != b for a, b in zip(found[0.0][0], found[0.5][0], strict=True))
+    looks = [r["held_out_bits"] for d in found for r in read(tmp_path / str(d) / "run/metrics.jsonl") if "held_out_bits" in r]
+    assert len(looks) == 8
+    assert len(set(looks)) == 1
+    assert found[0.0][2].sample == found[0.5][2].sample
+    model = load_model(tmp_path / "0.5" / "run", "cpu")
+    assert model.extend(b"\0", 30, generator=torch.Generator().manual_seed(0)) == found[0.5][2].sample
+
+
+def test_every_part_of_a_batch_has_its_own_dropout(tmp_path, monkeypatch):
+    """No step, piece or run of another seed draws what another draws."""
+    found, forward = [], Trainer.forward
+
+    def noted(self, model, tokens):
+        if torch.is_grad_enabled():
+            found.append(torch.initial_seed())
+        return forward(self, model, tokens)
+
+    monkeypatch.setattr(Trainer, "forward", noted)
+    for seed in (0, 1):
+        trained(tmp_path / str(seed), seed=seed, steps=3, accumulate=4, dropout=0.3)
+    assert len(found) == len(set(found)) == 2 * 3 * 4
+
+
 @pytest.mark.parametrize(
     "more",
-    [{}, {"step_in_backward": True}, {"precision": "bf16", "accumulate": 2}, {"one_stream": True}],
-    ids=["plain", "step in backward", "bf16, accumulated", "one stream"],
+    [
+        {},
+        {"step_in_backward": True},
+        {"precision": "bf16", "accumulate": 2},
+        {"streams": 1},
+        {"streams": 3},
+        {"dropout": 0.3, "accumulate": 2},
+    ],
+    ids=["plain", "step in backward", "bf16, accumulated", "one stream", "three streams", "dropout"],
 )
 def test_resumes_to_the_bit(tmp_path, more):
     """Interrupted after a few steps, then resumed: as if it had never stopped."""
@@ -151,10 +196,12 @@ def test_spoilt_weights_are_not_saved(tmp_path, monkeypatch):
 def test_other_settings_on_resume(tmp_path):
     train(tiny(tmp_path, steps=2))
     notes = []
-    train(tiny(tmp_path, steps=3, lr=1e-3, resume=True), lambda what, record: notes.append(record) if what == "note" else None)
+    hear = lambda what, record: notes.append(record) if what == "note" else None  # noqa: E731
+    train(tiny(tmp_path, steps=3, lr=1e-3, dropout=0.1, resume=True), hear)
     assert "resumed from" in notes[0]["text"]
     assert "steps 3 (was 2)" in notes[0]["text"]
     assert "lr 0.001 (was 0.01)" in notes[0]["text"]
+    assert "dropout 0.1 (was 0.0)" in notes[0]["text"]
     with pytest.raises(TrainingError, match="the checkpoint has width 16, this command 32"):
         train(tiny(tmp_path, steps=3, width=32, resume=True))
     with pytest.raises(TrainingError, match="holds a run already"):
@@ -162,7 +209,9 @@ def test_other_settings_on_resume(tmp_path):
     (tmp_path / "text" / "99.py").write_text("more " * 99)
     with pytest.raises(TrainingError, match="files were added, removed or changed in size"):
         train(tiny(tmp_path, steps=4, resume=True))
-    assert differences({**settle(device="cpu").plain(), "device": "cuda"}, settle(device="cpu").plain()) == []
+    now = settle(device="cpu").plain()
+    assert differences({**now, "device": "cuda"}, now) == []
+    assert differences({name: value for name, value in now.items() if name != "dropout"}, now) == []  # an older checkpoint
 
 
 def test_resume_without_a_checkpoint_begins(tmp_path):
@@ -179,6 +228,8 @@ def test_resume_without_a_checkpoint_begins(tmp_path):
         ({"steps": 0}, "steps must be 1 or more"),
         ({"lr": math.nan}, "lr must be 0 or more, got nan"),
         ({"clip": -1.0}, "clip must be 0 or more"),
+        ({"dropout": 1.0}, "dropout must be 0 or more and less than 1, got 1.0"),
+        ({"dropout": math.nan}, "dropout must be 0 or more and less than 1, got nan"),
         ({"device": "tpu"}, "device 'tpu' is not one of: auto, cpu, cuda"),
         ({"parallel": "dp"}, "parallel 'dp' is not one of"),
         ({"step_in_backward": True, "clip": 1.0}, "clip 1.0 does not go with step_in_backward: clipping by the global norm"),
@@ -197,7 +248,7 @@ def test_bad_combinations(tmp_path):
     with pytest.raises(TrainingError, match="parallel ddp is for several processes: torchrun"):
         train(tiny(tmp_path, parallel="ddp"))
     with pytest.raises(rg.ProgramError, match="cannot be reversed"):
-        train(tiny(tmp_path, one_stream=True, memory="reverse"))
+        train(tiny(tmp_path, streams=1, memory="reverse"))
     if not torch.cuda.is_available():
         with pytest.raises(TrainingError, match="no CUDA device"):
             settle(device="cuda")
@@ -223,3 +274,17 @@ def test_what_a_step_keeps(tmp_path):
 def test_compiled(tmp_path):
     eager, compiled = trained(tmp_path / "a", steps=4), trained(tmp_path / "b", steps=4, compile=True)
     assert max(abs(a - b) for a, b in zip(eager[0], compiled[0], strict=True)) < 1e-4
+    more = {"steps": 4, "compile": True, "dropout": 0.3, "arithmetic": "exact"}  # it draws other numbers than eager dropout does
+    store, reverse = (trained(tmp_path / memory, memory=memory, **more) for memory in ("store", "reverse"))
+    assert store[0] == reverse[0]
+    assert same(store[1], reverse[1])
+    assert abs(store[0][-1] - compiled[0][-1]) > 1e-4
+
+
+def test_checkpoints_from_before_there_were_streams():
+    """They name one_stream, or nothing, and no dropout."""
+    now = settle(device="cpu").plain()
+    old = {name: value for name, value in now.items() if name not in ("streams", "dropout")}
+    assert differences({**old, "one_stream": False}, now) == differences(old, now) == []
+    with pytest.raises(TrainingError, match="the checkpoint has streams 1, this command 2"):
+        differences({**old, "one_stream": True}, now)

@@ -12,7 +12,18 @@ pytestmark = pytest.mark.gpu
 CUDA = {"device": "cuda", "width": 64, "context": 64, "lr": 1e-3}
 
 
-@pytest.mark.parametrize("more", [{}, {"precision": "float32"}, {"step_in_backward": True}, {"accumulate": 2}, {"compile": True}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"precision": "float32"},
+        {"step_in_backward": True},
+        {"accumulate": 2},
+        {"compile": True},
+        {"dropout": 0.2},
+        {"dropout": 0.2, "compile": True},
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_reverse_follows_store(tmp_path, more):
     found = [trained(tmp_path / memory, memory=memory, **CUDA, **more)[0] for memory in ("store", "reverse")]

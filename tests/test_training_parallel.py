@@ -74,6 +74,20 @@ def test_resumes_sharded_to_the_bit(launcher, runs, tmp_path):
     assert resumed(launcher, runs, tmp_path, "fsdp", 2, "fsdp") == losses(runs / "fsdp" / "run")
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_dropout(launcher, tmp_path, kind):
+    """Two processes drop what one process drops in as many pieces; also from the middle on, where the checkpoint is of one."""
+    more = {"steps": 4, "save_every": 2, "dropout": 0.3}
+    alone = launcher.run(*command(tmp_path, accumulate=2, **more))
+    assert alone.rc == 0, alone.err
+    wanted, newest = losses(tmp_path / "run"), tmp_path / "run" / "checkpoints" / "step-00000004.pt"
+    newest.unlink()
+    for out, resume in ((tmp_path / "two", False), (tmp_path / "run", True)):
+        for job in launcher.together(2, *command(tmp_path, out=out, parallel=kind, resume=resume, **more)):
+            assert job.rc == 0, job.err
+        assert apart(losses(out), wanted) < 1e-5
+
+
 def test_step_in_backward_under_fsdp(launcher, runs, tmp_path):
     more = {"steps": 4, "accumulate": 1}
     for job in launcher.together(2, *command(tmp_path / "a", parallel="fsdp", step_in_backward=True, **more)):

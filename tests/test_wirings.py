@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support import POLICIES, WIDTH, assert_same, draw, gradients, mlp, mlps, parameters, rg
+from support import POLICIES, WIDTH, Attend, assert_same, draw, gradients, mlp, mlps, parameters, rg
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -62,6 +62,13 @@ def _leapfrog(s, f0, f1, f2):
     s["a"] = s["a"] + f2(s["b"])
 
 
+def _three(s, f0, f1, f2, f3):
+    s["a"] = s["a"] + f0(s["b"] + s["c"])
+    s["b"] = s["b"] + f1(s["c"] + s["a"])
+    s["c"] = s["c"] + f2(s["a"] + s["b"])
+    s["a"] = s["a"] + f3(s["b"] + s["c"])
+
+
 def _groups(s, f0, f1, f2, f3):
     s["s0"] = s["s0"] + f0(s["s1"] + s["s2"] + s["s3"])
     s["s1"] = s["s1"] + f1(s["s0"])
@@ -109,6 +116,12 @@ WIRINGS = {  # streams with their widths, functions, wiring, the equations by ha
         _cross,
     ),
     "leapfrog": (dict.fromkeys(A, WIDTH), lambda: mlps(3), lambda *fns: rg.wirings.leapfrog(fns), _leapfrog),
+    "three in turn": (
+        dict.fromkeys("abc", WIDTH),
+        lambda: mlps(4),
+        lambda *fns: rg.wirings.leapfrog(fns, streams=("a", "b", "c")),
+        _three,
+    ),
     "groups": ({f"s{i}": WIDTH for i in range(4)}, lambda: mlps(4), lambda *fns: rg.wirings.groups(fns), _groups),
     "affine": ({"x1": M, "x2": WIDTH}, lambda: [Mix(M, affine=True), Mix(WIDTH, to=M)], _updates_affine, _affine),
     "own rule": (dict.fromkeys(X, WIDTH), lambda: mlps(2), _updates_scaled, _scaled),
@@ -392,6 +405,29 @@ def test_sequence(split, dim, merge, memory):
         return torch.cat((x1, x2), dim) if merge == "cat" else (x1, x2)
 
     compare(lambda: net(x), by_hand, [x, *net.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("streams", "split", "merge"),
+    [(3, "copy", "mean"), (3, "copy", None), (3, "chunk", "cat"), (4, "copy", "sum"), (5, "chunk", "mean")],
+)
+def test_sequence_of_more_streams(streams, split, merge, memory):
+    """In turn, each function of the sum of the others; the copies that a function reads add up to the input."""
+    x, context = draw(2, 3, WIDTH * (streams if split == "chunk" else 1)), draw(3, WIDTH)
+    blocks = [(Attend(), mlp()) for _ in range(4)]
+    net = rg.ReversibleSequence(blocks, streams=streams, split=split, merge=merge, memory=memory)
+
+    def by_hand():
+        s = [x / (streams - 1)] * streams if split == "copy" else list(x.chunk(streams, -1))
+        for number, (f, g) in enumerate(blocks):
+            for at, fn in ((2 * number % streams, f), ((2 * number + 1) % streams, g)):
+                read = sum(t for i, t in enumerate(s) if i != at)
+                s[at] = s[at] + (fn(read, context) if fn is f else fn(read))
+        if merge in ("mean", "sum"):
+            return sum(s) / (streams if merge == "mean" else 1)
+        return torch.cat(s, -1) if merge == "cat" else tuple(s)
+
+    compare(lambda: net(x, context=context), by_hand, [x, context, *net.parameters()])
 
 
 def test_sequence_of_trees(memory):

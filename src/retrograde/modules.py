@@ -17,7 +17,7 @@ from .streams import each, flatten, unflatten
 from .trace_check import at_trace_time, key_of, named, refuse, whole_graph
 from .traced import make_plan
 from .update import ALL, Program, Update
-from .wirings import pair
+from .wirings import OfSum, turn
 
 
 class Chosen:
@@ -129,9 +129,13 @@ class _Through:
 class ReversibleSequence(Net):
     """Pair blocks one after the other: x1 += f(x2), x2 += g(x1) for each (f, g) in `blocks`.
 
-    - `split`: how the input becomes x1 and x2, "copy" (both are the input) or "chunk" (its halves along `dim`).
-    - `merge`: how x1 and x2 become the output, "mean", "sum", "cat" (along `dim`; with "chunk" the one that keeps the shape),
-      or None for the tuple of both.
+    - `streams`: 2, or more. Over three, functions change x1, x2 and x3 in turn, and each reads the sum of the other two:
+      x1 += f(x2 + x3), x2 += g(x3 + x1), and in the next block x3 += f(x1 + x2), x1 += g(x2 + x3). The more streams, the more
+      each function sees of what the others did, as in an ordinary residual net, and the more memory the streams take.
+    - `split`: how the input becomes the streams, "copy" (each is the input, or its half of it where functions read sums of two,
+      and so on) or "chunk" (equal parts along `dim`).
+    - `merge`: how the streams become the output, "mean", "sum", "cat" (along `dim`; with "chunk" the one that keeps the shape),
+      or None for the tuple of all.
     - `route`: where side inputs go. `(to_f, to_g)` for all of them, or {name: one (to_f, to_g) per block}.
 
     >>> import torch, retrograde as rg
@@ -144,6 +148,7 @@ class ReversibleSequence(Net):
         self,
         blocks: Iterable[Any],
         *,
+        streams: int = 2,
         split: str = "copy",
         dim: int = -1,
         merge: str | None = "mean",
@@ -156,7 +161,10 @@ class ReversibleSequence(Net):
             raise unknown("split", split, ("copy", "chunk"))
         if merge not in ("mean", "sum", "cat", None):
             raise unknown("merge", merge, ("mean", "sum", "cat", None))
+        if not isinstance(streams, int) or isinstance(streams, bool) or streams < 2:
+            raise ProgramError(f"streams must be a whole number, 2 or more, got {streams!r}")
         self.split, self.dim, self.merge = split, dim, merge
+        self.streams = tuple(f"x{i + 1}" for i in range(streams))
         self.blocks = nn.ModuleList(_block(i, block) for i, block in enumerate(blocks))
         if not self.blocks:
             raise ProgramError("no blocks: ReversibleSequence needs at least one (f, g)")
@@ -188,15 +196,16 @@ class ReversibleSequence(Net):
             raise ProgramError(f"no fn takes side inputs under route={self.route}, got {', '.join(sorted(side))}")
         made_of = [self.route]
         for block in self.blocks:
-            made_of += (block.f, block.g, has_hooks(block))
+            f, g = block._modules.get("f"), block._modules.get("g")  # found sooner than as attributes
+            made_of += (block.f if f is None else f, block.g if g is None else g, has_hooks(block))
         if made_of != self._made_of:
             self._made_of, self._programs = made_of, {}
         names = self._names(side)
         if names not in self._programs:
             self._programs[names] = Program(
-                update
+                turn(2 * depth + which, fn, self.streams, takes)
                 for depth, block in enumerate(self.blocks)
-                for update in pair(*_functions(depth, block), takes=self._takes(depth, side))
+                for which, (fn, takes) in enumerate(zip(_functions(depth, block), self._takes(depth, side), strict=True))
             )
         self._program = self._programs[names]  # the last one
         return self._program
@@ -224,43 +233,61 @@ class ReversibleSequence(Net):
         _prepare(self._key, tuple(side), (*route, *(goes for one in pairs for goes in one)))
         program = self._programs[self._names(side)]
         for depth, block in enumerate(self.blocks):
-            if program.updates[2 * depth].fn is not block.f or program.updates[2 * depth + 1].fn is not block.g:
+            f, g = (update.fn for update in program.updates[2 * depth : 2 * depth + 2])
+            if isinstance(f, OfSum) and isinstance(g, OfSum):
+                f, g = f.fn, g.fn
+            if f is not block.f or g is not block.g:
                 refuse(f"block {depth} has hooks, which a trace does not call: compile without fullgraph=True")
         return program
 
     def _through(self, updates: Any, x: Any, side: Mapping[str, Any], memory: Any) -> Any:
-        """The output for `x` by these updates of x1 and x2."""
-        x1, x2 = (x, x) if self.split == "copy" else self._halves(x)
-        memory = settled(memory, x)  # measured on the input, not on its halves
-        out = run(updates, {"x1": x1, "x2": x2}, side, memory=memory, arithmetic=self.arithmetic)
-        x1, x2 = out["x1"], out["x2"]
+        """The output for `x` by these updates of the streams."""
+        count = len(self.streams)
+        parts = self._copies(x) if self.split == "copy" else self._parts(x)
+        memory = settled(memory, x)  # measured on the input, not on its parts
+        out = run(updates, dict(zip(self.streams, parts, strict=True)), side, memory=memory, arithmetic=self.arithmetic)
+        parts = tuple(out[name] for name in self.streams)
         if self.merge is None:
-            return x1, x2
+            return parts
         if self.merge == "cat":
-            return joined(x1, x2, self.dim)
-        total = each(Tensor.add, x1, x2)
-        return total if self.merge == "sum" else each(lambda t: t / 2, total)
+            return joined(*parts, dim=self.dim)
+        total = parts[0]
+        for part in parts[1:]:
+            total = each(Tensor.add, total, part)
+        return total if self.merge == "sum" else each(lambda t: t / count, total)
 
     def inverse(self, y: Any, /, **side: Any) -> Any:
         """The input of `forward`, from its output."""
         program = self._either_program(side)
+        count = len(self.streams)
         if self.merge in ("mean", "sum"):
-            raise ProgramError(f"merge={self.merge!r} keeps one number of two, so it cannot be undone. Use merge='cat' or None")
-        if self.merge is None and not (isinstance(y, (tuple, list)) and len(y) == 2):
-            raise ProgramError(f"under merge=None the inverse takes the pair that forward returned, got a {type(y).__name__}")
-        y1, y2 = y if self.merge is None else self._halves(y)
+            raise ProgramError(
+                f"merge={self.merge!r} keeps one number of {_word(count)}, so it cannot be undone. Use merge='cat' or None"
+            )
+        if self.merge is None and not (isinstance(y, (tuple, list)) and len(y) == count):
+            what = "pair" if count == 2 else f"{count} streams"
+            got = f"a {type(y).__name__}" + (f" of {len(y)}" if isinstance(y, (tuple, list)) else "")
+            raise ProgramError(f"under merge=None the inverse takes the {what} that forward returned, got {got}")
+        parts = y if self.merge is None else self._parts(y)
         memory = settled(self.memory, y)
-        first = invert(program, {"x1": y1, "x2": y2}, side, memory=memory, arithmetic=self.arithmetic)
+        streams = dict(zip(self.streams, parts, strict=True))
+        first = invert(program, streams, side, memory=memory, arithmetic=self.arithmetic)
         if self.split == "copy":
-            return first["x1"]
-        return joined(first["x1"], first["x2"], self.dim)
+            return first["x1"] if count == 2 else each(lambda t: t * (count - 1), first["x1"])
+        return joined(*(first[name] for name in self.streams), dim=self.dim)
 
-    def _halves(self, x: Any) -> tuple[Any, Any]:
-        return halves(x, self.dim, "Pad it, choose another dim, or use split='copy'")
+    def _copies(self, x: Any) -> tuple[Any, ...]:
+        """Such that all but one of them add up to the input."""
+        count = len(self.streams)
+        return (x if count == 2 else each(lambda t: t / (count - 1), x),) * count
+
+    def _parts(self, x: Any) -> tuple[Any, ...]:
+        return parts_of(x, len(self.streams), self.dim, "Pad it, choose another dim, or use split='copy'")
 
     def extra_repr(self) -> str:
         return (
-            f"split={self.split!r}, dim={self.dim}, merge={self.merge!r}, memory={self.memory!r}, arithmetic={self.arithmetic!r}"
+            f"streams={len(self.streams)}, split={self.split!r}, dim={self.dim}, merge={self.merge!r}, memory={self.memory!r}, "
+            f"arithmetic={self.arithmetic!r}"
         )
 
 
@@ -278,23 +305,33 @@ def _renew(net: str) -> bool:
 
 def halves(x: Any, dim: int, way_out: str) -> tuple[Any, Any]:
     """The two halves along `dim` of a tensor, or of every tensor in a tree."""
+    first, second = parts_of(x, 2, dim, way_out)
+    return first, second
+
+
+def parts_of(x: Any, count: int, dim: int, way_out: str) -> tuple[Any, ...]:
+    """Equal parts along `dim` of a tensor, or of every tensor in a tree."""
     flat, spec = flatten(x)
     for t in flat:
         if not isinstance(t, Tensor) or not -t.dim() <= dim < t.dim():
             got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
             raise ProgramError(f"an input with a dim {dim} to split along is needed, got {got}")
-        if t.shape[dim] % 2:
+        if t.shape[dim] % count:
+            odd, what = ("odd size", "two halves") if count == 2 else ("size", f"{_word(count)} equal parts")
             raise ProgramError(
-                f"the input has odd size {t.shape[dim]} along dim {dim} (shape {tuple(t.shape)}), so it "
-                f"has no two halves. {way_out}"
+                f"the input has {odd} {t.shape[dim]} along dim {dim} (shape {tuple(t.shape)}), so it has no {what}. {way_out}"
             )
-    both = [t.chunk(2, dim) for t in flat]
-    return unflatten([a for a, _ in both], spec), unflatten([b for _, b in both], spec)
+    split = [t.chunk(count, dim) for t in flat]
+    return tuple(unflatten([parts[i] for parts in split], spec) for i in range(count))
 
 
-def joined(x1: Any, x2: Any, dim: int) -> Any:
-    """What `halves` took apart."""
-    return each(lambda a, b: torch.cat((a, b), dim), x1, x2)
+def _word(count: int) -> str:
+    return {2: "two", 3: "three", 4: "four"}.get(count, str(count))
+
+
+def joined(*parts: Any, dim: int) -> Any:
+    """What `parts_of` took apart."""
+    return each(lambda *ts: torch.cat(ts, dim), *parts)
 
 
 def _block(index: int, block: Any) -> nn.Module:

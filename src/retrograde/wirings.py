@@ -71,9 +71,20 @@ def cross(
 
 
 def leapfrog(fns: Sequence[Fn], *, streams: Sequence[str] = ("a", "b"), takes: Any = ()) -> list[Update]:
-    """From a flat list of functions: a += f0(b); b += f1(a); a += f2(b); … All get the same side inputs."""
-    a, b = _exactly(2, "streams", streams)
-    return [Update(b if i % 2 else a, fn, a if i % 2 else b, takes) for i, fn in enumerate(fns)]
+    """From a flat list of functions: a += f0(b); b += f1(a); a += f2(b); … All get the same side inputs.
+
+    Over more than two streams each function reads the sum of the others: a += f0(b + c); b += f1(c + a); c += f2(a + b); …
+    """
+    if isinstance(streams, str) or len(streams) < 2:
+        raise ProgramError(f"streams must be two names or more, got {streams!r}")
+    return [turn(i, fn, streams, takes) for i, fn in enumerate(fns)]
+
+
+def turn(index: int, fn: Fn, streams: Sequence[str], takes: Any = ()) -> Update:
+    """The update of this number, where functions change the streams in turn and read all others."""
+    at = index % len(streams)
+    others = (*streams[at + 1 :], *streams[:at])
+    return Update(streams[at], fn if len(others) == 1 else OfSum(fn), others, takes)
 
 
 def groups(fns: Sequence[Fn], *, streams: Sequence[str] | None = None, takes: Any = ()) -> list[Update]:
@@ -119,6 +130,12 @@ class OfSum(nn.Module):
     def __init__(self, fn: Fn):
         super().__init__()
         self.fn = fn
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # what errors call it
+
+    @property
+    def to_compile(self) -> tuple[Fn, ...]:
+        """By rg.compile_fns."""
+        return (self.fn,)
 
     def forward(self, first: Any, *others: Any, **side: Any) -> Any:
         total = first

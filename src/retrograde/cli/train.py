@@ -50,8 +50,10 @@ class Options:
     """Heads of attention (4, 8)."""
     context: Number = None
     """Bytes that a prediction can look back on (128, 1024)."""
-    one_stream: Flag = False
-    """An ordinary residual net of the same size, for comparison."""
+    streams: Number = None
+    """Streams of the reversible net (2, 3); 1 is an ordinary residual net of the same size, for comparison."""
+    dropout: Real = None
+    """Share of what attention and MLPs add to the streams that is dropped in training (0, 0.2)."""
     batch: Number = None
     """Sequences of a step, over all processes (8, 32)."""
     accumulate: int = 1

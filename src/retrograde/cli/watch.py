@@ -37,7 +37,7 @@ class Watch:
 
     def title(self) -> str:
         s = self.settings
-        net = "one stream" if s.one_stream else f"reversible, memory {s.memory}"
+        net = "one stream" if s.streams == 1 else f"{s.streams} reversible streams, memory {s.memory}"
         return f"{s.depth} blocks of width {s.width}, {self.parameters / 1e6:.2f} M parameters, {net}"
 
     def hear(self, what: str, record: dict[str, Any]) -> None:

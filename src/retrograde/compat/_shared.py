@@ -86,7 +86,7 @@ class PairBlock(nn.Module):
         side = {f"{fn}.{key}": value for fn, args in given.items() for key, value in args.items()}
         x1, x2 = halves(x, self.dim, BOTH_HALVES)
         out = run(pair(self.f, self.g, takes=takes), {"x1": x1, "x2": x2}, side, memory=self.memory)
-        return joined(out["x1"], out["x2"], self.dim)
+        return joined(out["x1"], out["x2"], dim=self.dim)
 
 
 def chained(parts: Iterable[tuple[int | None, list[Update]]], x: Any, *, back: bool = False, **options: Any) -> Any:
@@ -102,5 +102,5 @@ def chained(parts: Iterable[tuple[int | None, list[Update]]], x: Any, *, back: b
         else:
             x1, x2 = halves(x, dim, "Pad it, or split along another dim")
             out = act(updates, {"x1": x1, "x2": x2}, **options)
-            x = joined(out["x1"], out["x2"], dim)
+            x = joined(out["x1"], out["x2"], dim=dim)
     return x

@@ -31,7 +31,7 @@ class ReversibleSelfAttnBlock(nn.Module):
         side = {"context": None, "context_mask": None, "video_mask": None, "audio_mask": None, **kwargs}
         first = (*halves(x, 2, BOTH_HALVES), *halves(m, 2, BOTH_HALVES))
         x1, x2, m1, m2 = _run([self], first, side, "reverse" if _reverse else "store")
-        return joined(x1, x2, 2), joined(m1, m2, 2)
+        return joined(x1, x2, dim=2), joined(m1, m2, dim=2)
 
 
 class ReversibleCrossAttnBlock(ReversibleSelfAttnBlock):

@@ -81,5 +81,5 @@ class ReversibleSequence(modules.ReversibleSequence):
         dropped = torch.empty(count).uniform_(0, 1) < self.layer_dropout
         return [i for i, drop in enumerate(dropped.tolist()) if not drop] or [0]
 
-    def _halves(self, x: Any) -> tuple[Any, Any]:
+    def _parts(self, x: Any) -> tuple[Any, ...]:
         return modules.halves(x, self.dim, BOTH_HALVES)

@@ -1,4 +1,4 @@
-"""A decoder over bytes: rotary positions, RMSNorm, attention and a gated MLP as reversible pairs, tied embeddings.
+"""A decoder over bytes: rotary positions, RMSNorm, attention and a gated MLP as reversible blocks, tied embeddings.
 
 Shapes: B batch, L length, D width, H heads, K width of a head, V vocabulary, N all positions of a batch.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import dropout, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ProgramError
@@ -24,9 +24,9 @@ BASE = 10_000.0  # of the rotary wavelengths
 class Attention(nn.Module):
     """Causal self-attention with a norm in front; positions come as the cosines and sines of their angles."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, dropout: float = 0.0):
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, dropout
         self.norm = nn.RMSNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -36,14 +36,16 @@ class Attention(nn.Module):
         q_BHLK, k_BHLK, v_BHLK = self.qkv(self.norm(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q_BHLK, k_BHLK = (rotated(t, cos_LK, sin_LK) for t in (q_BHLK, k_BHLK))
         mixed_BHLK = scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True)
-        return self.out(mixed_BHLK.transpose(1, 2).reshape(batch, length, width))
+        out_BLD = self.out(mixed_BHLK.transpose(1, 2).reshape(batch, length, width))
+        return dropout(out_BLD, self.dropout, self.training)
 
 
 class GatedMLP(nn.Module):
     """SwiGLU with a norm in front. The hidden width is 8/3 of the width, so that it has the parameters of an ordinary MLP."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, dropout: float = 0.0):
         super().__init__()
+        self.dropout = dropout
         hidden = -(-8 * width // 3 // 16) * 16
         self.norm = nn.RMSNorm(width)
         self.up = nn.Linear(width, 2 * hidden, bias=False)
@@ -51,7 +53,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         gate, value = self.up(self.norm(x_BLD)).chunk(2, dim=-1)
-        return self.out(silu(gate) * value)
+        return dropout(self.out(silu(gate) * value), self.dropout, self.training)
 
 
 class OneStream(nn.Module):
@@ -77,6 +79,10 @@ class OneStream(nn.Module):
 class Language(nn.Module):
     """Predicts the next byte. Returns the mean loss in nats where the next bytes are given, logits where they are not.
 
+    `streams` are those of `rg.ReversibleSequence`; 1 is the ordinary residual net of the same functions.
+
+    `dropout` is the share of what attention and MLPs add to the streams that is dropped in training mode; in `eval()` none is.
+
     >>> model = Language(depth=3, width=32, heads=2, context=16)
     >>> tokens = torch.randint(256, (2, 17))
     >>> model(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -97,18 +103,25 @@ class Language(nn.Module):
         vocabulary: int = 256,
         memory: Any = "reverse",
         arithmetic: str = "auto",
-        one_stream: bool = False,
+        streams: int = 2,
+        dropout: float = 0.0,
     ):
         super().__init__()
-        for name, value in {"depth": depth, "width": width, "heads": heads, "context": context}.items():
+        for name, value in {"depth": depth, "width": width, "heads": heads, "context": context, "streams": streams}.items():
             if value < 1:
                 raise ProgramError(f"{name} must be 1 or more, got {value}")
         if width % (2 * heads):
             raise ProgramError(f"width {width} is not a multiple of twice the heads, {heads}: each head needs an even width")
+        if not 0 <= dropout < 1:
+            raise ProgramError(f"dropout must be 0 or more and less than 1, got {dropout}")
         self.context = context
         self.embed = nn.Embedding(vocabulary, width)
-        blocks = [(Attention(width, heads), GatedMLP(width)) for _ in range(depth)]
-        self.net = OneStream(blocks, memory) if one_stream else ReversibleSequence(blocks, memory=memory, arithmetic=arithmetic)
+        blocks = [(Attention(width, heads, dropout), GatedMLP(width, dropout)) for _ in range(depth)]
+        self.net = (
+            OneStream(blocks, memory)
+            if streams == 1
+            else ReversibleSequence(blocks, streams=streams, memory=memory, arithmetic=arithmetic)
+        )
         self.norm = nn.RMSNorm(width)
         cos, sin = angles(context, width // heads)
         self.register_buffer("cos", cos, persistent=False)

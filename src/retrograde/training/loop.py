@@ -63,7 +63,8 @@ def train(settings: Settings, hear: Hear = lambda what, record: None) -> Outcome
 def build(settings: Settings) -> Language:
     """The model of these settings, seeded."""
     torch.manual_seed(settings.seed)
-    s, more = settings, {"memory": settings.memory, "arithmetic": settings.arithmetic, "one_stream": settings.one_stream}
+    s = settings
+    more = {"memory": s.memory, "arithmetic": s.arithmetic, "streams": s.streams, "dropout": s.dropout}
     with torch.device(s.device):
         model = Language(s.depth, s.width, s.heads, s.context, **more)
     if settings.compile:
@@ -124,17 +125,20 @@ class Trainer:
 
     def sample(self) -> bytes:
         """How a file begins. All processes write the same, as each has a part of the model."""
+        self.model.eval()
         return self.raw.extend(bytes([END]), self.settings.sample, generator=torch.Generator().manual_seed(self.settings.seed))
 
     def advance(self) -> float | None:
         """One step of the optimizer; the norm of the gradients where they are clipped."""
         s = self.settings
+        self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = s.lr_at(self.step)
         self.optimizer.zero_grad()
         losses = torch.zeros((), device=s.device)
         try:
             for piece in range(s.accumulate):
+                self.seed(piece)
                 with self.parallel.piece(self.model, piece == s.accumulate - 1):
                     loss = self.forward(self.model, self.batch(piece)) / s.accumulate
                     losses += loss.detach()
@@ -169,15 +173,27 @@ class Trainer:
         with torch.autocast(s.device, torch.bfloat16, enabled=s.precision == "bf16"):
             return model(tokens_BL[:, :-1], tokens_BL[:, 1:])
 
+    def seed(self, piece: int) -> None:
+        """What dropout draws follows from seed, step and part of the batch, not from what was drawn before or by whom."""
+        s = self.settings
+        if s.dropout:
+            number = (s.seed * 1_000_003 + self.step) * self.parallel.world * s.accumulate + self.part(piece)
+            torch.manual_seed(number % 2**63)
+
+    def part(self, piece: int) -> int:
+        """Which part of the batch this process works on: all processes have one in each piece."""
+        return piece * self.parallel.world + self.parallel.rank
+
     def batch(self, piece: int) -> Tensor:
         """This process's rows of a piece of the batch."""
-        s, first = self.settings, (piece * self.parallel.world + self.parallel.rank) * self.rows
+        s, first = self.settings, self.part(piece) * self.rows
         mine = slice(first, first + self.rows)
         return self.data.train.batch(s.seed, self.step, s.batch, self.context, mine).to(s.device)
 
     @torch.no_grad()
     def look(self) -> None:
         """Held-out bits per byte."""
+        self.model.eval()
         s, text = self.settings, self.data.held_out
         starts = text.spread(s.windows, self.context)
         mine = starts[self.parallel.rank :: self.parallel.world][: max(1, len(starts) // self.parallel.world)] or starts[:1]

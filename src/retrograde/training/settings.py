@@ -15,7 +15,6 @@ from .errors import TrainingError
 DEFAULTS: dict[str, Any] = {
     "out": Path("runs/language"),
     "data": (),
-    "one_stream": False,
     "accumulate": 1,
     "weight_decay": 0.1,
     "step_in_backward": False,
@@ -30,8 +29,9 @@ DEVICE: dict[str, dict[str, Any]] = {
     "cpu": {"depth": 12, "width": 96, "heads": 4, "context": 128, "batch": 8, "steps": 400, "lr": 2e-3, "windows": 32},
     "cuda": {"depth": 24, "width": 512, "heads": 8, "context": 1024, "batch": 32, "steps": 1500, "lr": 1e-3, "windows": 256},
 }
-DEVICE["cpu"]["precision"], DEVICE["cuda"]["precision"] = "float32", "bf16"
-SHAPE = ("depth", "width", "heads", "context", "one_stream")  # another one needs another checkpoint
+DEVICE["cpu"] |= {"precision": "float32", "streams": 2, "dropout": 0.0}
+DEVICE["cuda"] |= {"precision": "bf16", "streams": 3, "dropout": 0.2}
+SHAPE = ("depth", "width", "heads", "context", "streams")  # another one needs another checkpoint
 FREE = ("out", "data", "resume", "device", "parallel", "sample")  # may change from one start of a run to the next
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
@@ -56,7 +56,8 @@ class Settings:
     width: int
     heads: int
     context: int
-    one_stream: bool
+    streams: int  # 1 for an ordinary residual net
+    dropout: float  # share of what is added to the streams
     batch: int  # sequences of a step, over all processes and pieces
     accumulate: int  # pieces of a batch, one after the other
     steps: int
@@ -79,13 +80,15 @@ class Settings:
     resume: bool
 
     def check(self) -> None:
-        for name in ("depth", "width", "heads", "context", "batch", "steps", "accumulate", "look_every"):
+        for name in ("depth", "width", "heads", "context", "streams", "batch", "steps", "accumulate", "look_every"):
             if getattr(self, name) < 1:
                 raise TrainingError(f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in ("windows", "warmup", "clip", "weight_decay", "seed", "save_every", "sample", "lr"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise TrainingError(f"{name} must be 0 or more, got {value}")
+        if not 0 <= self.dropout < 1:
+            raise TrainingError(f"dropout must be 0 or more and less than 1, got {self.dropout}")
         for name, (fine, why) in STEP_IN_BACKWARD.items() if self.step_in_backward else ():
             if getattr(self, name) not in fine:
                 raise TrainingError(f"{name} {getattr(self, name)} does not go with step_in_backward: {why}")
@@ -124,7 +127,7 @@ def settle(given: Mapping[str, Any] | None = None, /, **more: Any) -> Settings:
         **DEFAULTS,
         **DEVICE[device],
         "clip": 0.0 if given.get("step_in_backward") else 1.0,
-        "memory": "store" if given.get("one_stream") else "reverse",
+        "memory": "store" if given.get("streams") == 1 else "reverse",
         "warmup": max(1, steps // 20),
         "look_every": max(1, steps // 10),
         "save_every": max(1, steps // 4),
@@ -137,8 +140,14 @@ def settle(given: Mapping[str, Any] | None = None, /, **more: Any) -> Settings:
     return settings
 
 
+def completed(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a checkpoint, with those that older ones do not name."""
+    return {"dropout": 0.0, "streams": 1 if kept.get("one_stream") else 2, **kept}
+
+
 def differences(kept: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What a run goes on with that it did not begin with; another shape is an error."""
+    kept = completed(kept)
     names = [field.name for field in fields(Settings) if field.name not in FREE and kept.get(field.name) != now[field.name]]
     for name in names:
         if name in SHAPE:

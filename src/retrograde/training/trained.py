@@ -7,7 +7,7 @@ from pathlib import Path
 from ..models.language import Language
 from . import checkpoints
 from .errors import TrainingError
-from .settings import settle
+from .settings import SHAPE, completed, settle
 from .state import put, tensors
 
 
@@ -21,10 +21,10 @@ def load_model(path: Path, device: str = "auto") -> Language:
             raise TrainingError(f"{path} has no checkpoint yet")
         path = found[-1]
     kept = checkpoints.read(path)
-    names = ("depth", "width", "heads", "context", "one_stream")
     try:
-        sizes = {name: kept.settings[name] for name in names}
-    except (KeyError, TypeError) as error:
+        settings = completed(kept.settings)
+        sizes = {name: settings[name] for name in SHAPE}
+    except (KeyError, TypeError, AttributeError) as error:
         raise TrainingError(f"{path} does not say how large its model is") from error
     model = Language(**sizes, memory="store")
     if kept.tensors is None:
