@@ -20,6 +20,7 @@ from test_imports import environment, loaded_by
 
 from retrograde.bench import compare, worker
 from retrograde.bench.compare import Comparison, Found, Measured, compare_gradients, end
+from retrograde.bench.kernels import kind_of
 from retrograde.bench.measure import Timing
 from retrograde.bench.meter import LiveBytes, peak_on_cpu
 from retrograde.bench.sketch import error, sketch
@@ -31,7 +32,7 @@ from retrograde.cli.screen import console
 
 SIZES = ["--device", "cpu", "--dim", "16", "--heads", "2", "--seq", "8", "--batch", "2", "--depth", "2", "--rounds", "2"]
 SETTING = {"device": "cpu", "dim": 16, "heads": 2, "shape": [2, 8, 16], "depth": [2], "dtype": "float64", "autocast": "none"}
-SETTING |= {"block": None, "rounds": 2, "seed": 0, "timeout": 100}
+SETTING |= {"block": None, "rounds": 2, "seed": 0, "timeout": 100, "profile": False}
 ALL = {variant.name: variant for variant in variants({"1MiB": 2**20})}
 EAGER = [name for name, v in ALL.items() if v.compiled == "no" and name not in PEERS]
 
@@ -109,7 +110,7 @@ def measured_here(name, **setting):
 def done(tmp_path_factory):
     """A finished run and its folder."""
     folder = tmp_path_factory.mktemp("bench")
-    paths = ["--json", "bench.json", "--plot", "bench.png", "--plot-depth", "depth.png"]
+    paths = ["--json", "bench.json", "--plot", "bench.png", "--plot-depth", "depth.png", "--profile"]
     chosen = ["--variants", "reverse", "memcnn" if not installed(ALL["memcnn"]) else "store-half"]
     return folder, retrograde_command("bench", *SIZES, *chosen, *paths, cwd=folder)
 
@@ -145,6 +146,18 @@ def test_a_peer_that_is_asked_for_and_not_here(done):
     row = json.loads((done[0] / "bench.json").read_text())["rows"][2]
     assert (row["variant"], row["failed"], row["seconds"]) == ("memcnn", "not installed", None)
     assert "pip install memcnn" in done[1].stdout
+
+
+def test_where_the_time_goes(done):
+    """Matrix products and attention are there, and by far not everything on tensors as small as these."""
+    ordinary, reverse, _ = json.loads((done[0] / "bench.json").read_text())["rows"]
+    for row in (ordinary, reverse):
+        assert row["kernels"].keys() == {"matrix products", "attention", "the rest"}
+        assert all(0 < seconds < 10 for seconds in row["kernels"].values())
+    assert "where the time goes, ms of a step" in done[1].stdout
+    assert kind_of("aten::addmm") == "matrix products"
+    assert kind_of("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
+    assert kind_of("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>") == "the rest"
 
 
 def test_pictures(done):

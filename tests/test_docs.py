@@ -1,6 +1,7 @@
 """All code in README and docs runs, and pages that are made from something are in step with it."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def test_the_page_of_results_has_the_figures():
     page = results.page([ROOT / "benchmarks" / "2026-11-16-depth-h200.json"])
     assert "NVIDIA H200, torch 2.11.0+cu130, Python 3.12.3, 2026-11-16." in page
     assert "| 48 | reverse | 792.1 MiB | 5.41 GiB | 293.1 (289.2–300.7) |" in page
+
+
+def test_a_profile_has_columns_of_its_own(tmp_path):
+    found = json.loads((ROOT / "benchmarks" / "2026-11-16-bench-captured-h200.json").read_text())
+    for row in found["rows"]:
+        row["kernels"] = {"attention": 0.0123, "the rest": 0.001}
+    path = tmp_path / "2026-11-16-profiled.json"
+    path.write_text(json.dumps(found))
+    page = results.page([path])
+    assert "attention, ms | the rest, ms |" in page
+    assert page.count("| 12.3 | 1.0 |") == 4
 
 
 @pytest.mark.parametrize("name", ["idea", "results"])

@@ -11,7 +11,7 @@ from .systems import MARKS, peer
 
 pytestmark = MARKS
 SETTING = {"device": "cpu", "dim": 16, "heads": 2, "shape": [2, 64, 16], "depth": [8], "dtype": "float64", "autocast": "none"}
-SETTING |= {"block": None, "rounds": 2, "seed": 0, "timeout": 100}
+SETTING |= {"block": None, "rounds": 2, "seed": 0, "timeout": 100, "profile": False}
 
 
 def measured(name, **setting):

@@ -37,6 +37,7 @@ class Found:
     first_seconds: float | None = None  # of the first step, compiling included
     activation_bytes: int | None = None  # the peak of a step over what was there before it; gradient buffers were
     peak_bytes: int | None = None  # the peak of everything
+    kernels: dict[str, float] | None = None  # seconds of a step by kind of work, where a profile was asked for
     gradient_error: float | None = None  # relative, against `reference`; None where there is none
     reference: str | None = None
 

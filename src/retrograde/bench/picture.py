@@ -13,7 +13,7 @@ from .report import Report, Row, beside, size
 
 COLORS = {"store": "#8a8f98", "checkpoint": "#d97706", "reverse": "#1d4ed8", "budget": "#0f766e"}
 FAMILIES = {"ordinary": COLORS["store"], "partition": "#7c3aed", "checkpoint": COLORS["checkpoint"], "reverse": COLORS["reverse"]}
-FAMILIES |= {"store-half": "#0891b2", "budget": COLORS["budget"], "compile": FAMILIES["partition"]}
+FAMILIES |= {"overlap": "#60a5fa", "store-half": "#0891b2", "budget": COLORS["budget"], "compile": FAMILIES["partition"]}
 FEW = 6  # lines that have room for large labels
 INK, FAINT = "#1f2328", "#6b7280"
 

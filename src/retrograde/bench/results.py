@@ -31,7 +31,7 @@ TITLES = {
     "gradient_error": "gradient error",
 }
 SHOWN = {"drift": "drift.md", "training": "drift.md#does-it-change-what-a-net-learns"}  # pages with a table of a long file
-LEFT_OUT = ("variants", "timeout", "seed", "depths", "rounds")  # of settings: rows or the command have them
+LEFT_OUT = ("variants", "timeout", "seed", "depths", "rounds", "profile")  # of settings: rows or the command have them
 
 
 def page(files: Iterable[Path]) -> str:
@@ -67,9 +67,16 @@ def _tables(found: dict[str, Any]) -> Iterable[list[dict[str, Any]]]:
     """What can be shown: lists of rows, and timings by name."""
     for name, value in found.items():
         if name == "rows":
-            yield value
+            yield [_with_kernels(row) for row in value]
         elif isinstance(value, dict) and value and all(_timing(v) for v in value.values()):
             yield [{name: key, "seconds": timing} for key, timing in value.items()]
+
+
+def _with_kernels(row: dict[str, Any]) -> dict[str, Any]:
+    """A profile as columns of its own."""
+    kernels = row.get("kernels") or {}
+    rest = {name: value for name, value in row.items() if name != "kernels"}
+    return rest | {f"{kind}, ms": f"{seconds * 1e3:.1f}" for kind, seconds in kernels.items()}
 
 
 def readable(rows: Sequence[dict[str, Any]]) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..cli.given import Refused, told
+from .kernels import kernel_seconds
 from .measure import in_turns
 from .meter import peak_on_cpu, peak_on_cuda
 from .sketch import sketch
@@ -59,12 +60,14 @@ def measure(setting: dict[str, Any], variant: dict[str, Any], depth: int) -> dic
     for _ in range(BURN_IN):
         step()
     if variant["captured"]:
-        found["activation_bytes"], found["peak_bytes"], replay = captured(step)
-        found["seconds"] = vars(in_turns({"step": replay}, setting["rounds"], 1)["step"])
-        return found
-    kept = sum(t.nbytes + (0 if t.grad is None else t.grad.nbytes) for _, t in named) + sum(b.nbytes for b in net.buffers())
-    found["activation_bytes"], found["peak_bytes"] = peak(step, device, kept)
-    found["seconds"] = vars(in_turns({"step": step}, setting["rounds"], 1)["step"])
+        found["activation_bytes"], found["peak_bytes"], timed = captured(step)
+    else:
+        kept = sum(t.nbytes + (0 if t.grad is None else t.grad.nbytes) for _, t in named) + sum(b.nbytes for b in net.buffers())
+        found["activation_bytes"], found["peak_bytes"] = peak(step, device, kept)
+        timed = step
+    found["seconds"] = vars(in_turns({"step": timed}, setting["rounds"], 1)["step"])
+    if setting["profile"]:
+        found["kernels"] = kernel_seconds(timed, device)
     return found
 
 

@@ -11,9 +11,9 @@ from ..bench.compare import Comparison, Measured, compare_gradients, measure_all
 from ..bench.report import origin
 from ..bench.subject import net_of
 from ..bench.variants import Variant, chosen, variants
-from .bench_table import doubts, notes, table
+from .bench_table import doubts, kernels, notes, table
 from .given import Refused, at_least, byte_size, device_of, picture, writable
-from .options import Autocast, Device, Dtype, Factory, File, Names, Number, Numbers, Sizes
+from .options import Autocast, Device, Dtype, Factory, File, Flag, Names, Number, Numbers, Sizes
 from .screen import console, keep, progress
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -57,6 +57,8 @@ class Options:
     """Measure rg.Budget of this size too, as 3GiB; one or several."""
     rounds: Number = None
     """Timed steps."""
+    profile: Flag = False
+    """Say where the time of a step goes: matrix products, attention, the rest, and what the device waits for the host."""
     timeout: float = 900
     """Seconds that one variant may take, compiling included."""
     seed: int = 0
@@ -132,6 +134,7 @@ def setting_of(options: Options) -> dict[str, Any]:
         "block": options.block,
         "seed": options.seed,
         "timeout": options.timeout,
+        "profile": options.profile,
     }
 
 
@@ -166,5 +169,7 @@ def show(report: Comparison) -> None:
     out.print(report.where(), report.what(), sep="\n", soft_wrap=True)
     if report.rows:
         out.print(table(report.rows))
+        if any(row.kernels for row in report.rows):
+            out.print(kernels(report.rows))
     for line in (*notes(report.rows), *doubts(report)):
         out.print(line, soft_wrap=True, markup=False)

@@ -43,6 +43,22 @@ def cells(row: Found, ordinary: Found | None) -> Iterator[str]:
     yield f"{row.first_seconds or 0:.1f} s"
 
 
+def kernels(rows: list[Found]) -> Table:
+    """Milliseconds of a step by kind of work, and what is left of it: on a GPU, time in which it waits for the host."""
+    shown = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, header_style="bold", title="where the time goes, ms of a step"
+    )
+    kinds = next(list(row.kernels) for row in rows if row.kernels)
+    for column in ("depth", "variant", *kinds, "waiting"):
+        shown.add_column(column, justify="left" if column == "variant" else "right", no_wrap=column == "variant")
+    for row in rows:
+        if row.kernels and row.seconds:
+            waiting = max(0.0, row.seconds.median - sum(row.kernels.values()))
+            figures = (f"{seconds * 1e3:.1f}" for seconds in (*row.kernels.values(), waiting))
+            shown.add_row(str(row.depth), row.variant, *figures)
+    return shown
+
+
 def ratio(value: float | None, to: float | None) -> str:
     return f"{value / to:.2f}" if value is not None and to else "–"
 
