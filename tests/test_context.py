@@ -304,3 +304,34 @@ def test_two_backwards_into_one_encoder(memory):
         results.append([t.grad for t in wanted])
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
+
+
+@pytest.mark.parametrize("memory", ["reverse", "overlap"])
+def test_edited_in_backward(memory):
+    """By a hook, after the updates above have been run again with what it was: those below would see another one."""
+    blocks = [(Attend(), mlp()) for _ in range(3)]
+    net = rg.ReversibleSequence(blocks, memory=memory)
+    context = draw(*CONTEXT, grad=False)
+    blocks[2][0].out.weight.register_hook(lambda grad: 0 * context.mul_(2).sum() + grad)
+    with pytest.raises(rg.ReplayError, match=r"update [0-3]: .*side input of fn was edited in place during backward"):
+        loss_of(net(draw(*X), context=context)).backward()
+
+
+def test_edited_in_backward_where_nobody_below_takes_it():
+    """As an optimizer does that steps inside backward."""
+    fns = [Attend(), *mlps(3)]
+    route = {"context": [(False, False), (True, False)]}
+    net = rg.ReversibleSequence([(fns[1], fns[2]), (fns[0], fns[3])], route=route)
+    x, context = draw(*X), draw(*CONTEXT)
+    wanted = [x, *net.parameters()]
+    net.memory = "store"
+    true = gradients(lambda: net(x, context=context), wanted)
+    net.memory = "reverse"
+
+    def step(t):
+        with torch.no_grad():
+            t.add_(1)
+
+    context.register_post_accumulate_grad_hook(step)
+    loss_of(net(x, context=context)).backward()
+    assert_same([t.grad for t in wanted], true[1:])

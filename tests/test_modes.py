@@ -220,3 +220,40 @@ def test_however_many_numbers_are_drawn_the_state_has_moved(kind, count):
             assert before != after
             assert draws.moved(before)
             assert not draws.moved(after)
+
+
+class ReadsUnderAutocast(torch.autograd.Function):
+    """The identity; its backward reads what it saved inside of autocast."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.autocast("cpu", torch.bfloat16):
+            (x,) = ctx.saved_tensors
+        return grad + 0 * x
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint", "overlap"])
+def test_asked_for_inside_of_autocast(memory):
+    """Not in the first update that is run again, but in one below: the second run is without it all the same."""
+
+    class Fn(nn.Module):
+        def __init__(self, last):
+            super().__init__()
+            self.lin, self.last = nn.Linear(8, 8), last
+
+        def forward(self, x):
+            y = self.lin(x.tanh())
+            return ReadsUnderAutocast.apply(y) if self.last else y
+
+    torch.manual_seed(0)
+    net = rg.ReversibleSequence([(Fn(depth < 2), Fn(depth < 2)) for depth in range(4)], memory=memory, arithmetic="float")
+    x = torch.randn(3, 8, requires_grad=True)
+    found = torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()])
+    net.memory = "store"
+    for a, b in zip(found, torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -35,8 +35,8 @@ def plus(target: Any, out: Any, sign: int = 1) -> Any:
     return each(lambda a, b: plus(a, b, sign), target, out)
 
 
-def exact_streams(name: str, program: Any, streams: dict[str, Any]) -> dict[str, bool]:
-    """The streams carried exactly, and whether each is multiplied.
+def exact_streams(name: str, program: Any, streams: dict[str, Any], known: Any = None) -> dict[str, bool]:
+    """The streams carried exactly, and whether each is multiplied. `known` are outlines of fns.
 
     "auto": all that can be, if some fn computes in 16 bits, or if undoing divides a stream and rounding errors with it.
     """
@@ -44,7 +44,7 @@ def exact_streams(name: str, program: Any, streams: dict[str, Any]) -> dict[str,
         return {}
     if name == "auto":
         held = program.plan.sixteen if torch.compiler.is_dynamo_compiling() else None  # a trace knows it already
-        fits = _real if program.multiplied else _short if _sixteen_bits(program, streams, held) else None
+        fits = _real if program.multiplied else _short if _sixteen_bits(program, streams, held, known) else None
         return {t: program.exact[t] for t in program.exact if fits is not None and all(map(fits, tensors(streams[t])))}
     if program.inexact:
         index, why = program.inexact
@@ -107,19 +107,24 @@ def _short(t: Tensor) -> bool:
     return _real(t) and t.dtype != torch.float64
 
 
-def _sixteen_bits(program: Any, streams: dict[str, Any], held: bool | None) -> bool:
+def _sixteen_bits(program: Any, streams: dict[str, Any], held: bool | None, known: Any) -> bool:
     given = [t for name in program.names for t in tensors(streams[name])]
     if any(t.dtype in SIXTEEN for t in given):
         return True
     if any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in SIXTEEN for d in {t.device.type for t in given}):
         return True
-    return held_in_sixteen_bits(program) if held is None else held
+    return held_in_sixteen_bits(program, known) if held is None else held
 
 
-def held_in_sixteen_bits(program: Any) -> bool:
+def held_in_sixteen_bits(program: Any, known: Any = None) -> bool:
     """Whether a parameter of some fn, or a tensor that it holds, is of 16 bits."""
     todo: list[Any] = []
-    for fn in {id(update.fn): update.fn for update in program.updates}.values():
+    updates = program.updates
+    if known is not None:
+        if not known.dtypes().isdisjoint(SIXTEEN):
+            return True
+        updates = [update for update, one in zip(updates, known.ones, strict=True) if one is None]
+    for fn in {id(update.fn): update.fn for update in updates}.values():
         if isinstance(fn, torch.nn.Module):
             todo.append(fn)
         else:

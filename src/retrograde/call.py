@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from .streams import flatten, tensors
 from .update import Update
 
 Streams: TypeAlias = dict[str, Any]
-_USUAL = frozenset((Tensor,))
+_version = attrgetter("_version")
 
 observer: Callable[..., None] | None = None  # rg.check looks over the engine's shoulder through this, after a call …
 entering: Callable[..., None] | None = None  # … and before it
@@ -31,13 +32,11 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
     """fn's output, under a mode if one is given; the streams and the side inputs are as they were, or it is an error."""
     kwargs = update.side_inputs(side)
     own: list[Any] = [*sources, *state.values(), *kwargs.values()]
-    if not _USUAL.issuperset(map(type, own)):
-        own = [t for value in own for t in tensors(value) if not t.is_inference()]
     try:
-        versions = [t._version for t in own]
-    except RuntimeError:  # inference tensors have none
-        own = [t for t in own if not t.is_inference()]
-        versions = [t._version for t in own]
+        versions = list(map(_version, own))
+    except (AttributeError, RuntimeError):  # trees of tensors have none, nor have inference tensors
+        own = [t for value in own for t in tensors(value) if not t.is_inference()]
+        versions = list(map(_version, own))
     if entering is not None:
         entering(index, update, state, sources, kwargs)
     try:
@@ -51,10 +50,10 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
         if "saved tensor hooks" in str(error):
             error.add_note("torch.func transforms inside fn need memory='store', or torch.autograd.grad in their place")
         raise
-    if [t._version for t in own] != versions:
+    if list(map(_version, own)) != versions:
         edited = {id(t) for t, version in zip(own, versions, strict=True) if t._version != version}
         raise errors.edited_by_fn(errors.at(index, update), _name_of(edited, update, state, sources, kwargs))
-    if not update.rule.saves:
+    if observer is not None and not update.rule.saves:
         observe(index, update, sources, out)
     return out
 

@@ -18,6 +18,7 @@ from .context import Context
 from .exact import Exact, carried, read
 from .forms import looks, two_forms, use_lean
 from .ledger import Ledger
+from .outline import Outlines
 from .purse import Learned, Purse, free_bytes
 from .recover import Run
 from .streams import dense, each, tensors
@@ -101,12 +102,17 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
                 stacklevel=3,
             )
         stretches = [("store", len(program.updates), None)]
-    exact = exact_streams(arithmetic, program, state)
+    needed = any(kind != "store" for kind, _, _ in stretches)
+    if not torch.is_grad_enabled():
+        program.outlines = Outlines()  # the old ones keep modules alive that may have been exchanged since
+    glances = program.outlines.look(program.updates) if needed else []
+    exact = exact_streams(arithmetic, program, state, program.outlines if needed else None)
     ledger = Ledger(program.updates, list(exact))
     for ledger.index, name in enumerate(exact, len(program.updates)):
         state[name] = carried(state[name], ledger, exact[name])
-    needed = any(kind != "store" for kind, _, _ in stretches)
     with _no_cast_cache(), _all_or_nothing(side, needed, wary=arithmetic == "auto") as context:
+        if context is not None:
+            context.glances = glances
         start, plain = 0, False
         for kind, count, limit in stretches:
             plain = _STRETCH[kind](program, range(start, start + count), state, side, context, limit)
@@ -167,15 +173,20 @@ def _reverse(program: Program, indices: range, state: Streams, side: Streams, co
     return False
 
 
-def _walkable(
-    program: Program, indices: range, state: Streams, context: Context, purse: Purse | None = None, lean: bool = False
-) -> None:
+def _overlap(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> bool:
+    """As `_reverse`; in backward the next update runs again beside the gradients of the present one."""
+    refuse_growth(program, indices, state)
+    _walkable(program, indices, state, context, overlap=True)
+    return False
+
+
+def _walkable(program: Program, indices: range, state: Streams, context: Context, **how: Any) -> None:
     """Runs that walk back."""
     runs: dict[str, Run] = {}
     for index in indices:
         name = program.components[index]
         if name not in runs:
-            runs[name] = Run(context, purse=purse, lean=lean)
+            runs[name] = Run(context, **how)
         runs[name].forward(index, program.updates[index], state)
     for made in runs.values():
         made.keep_finals(state)
@@ -191,7 +202,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     streams = [t for name in program.names for t in tensors(state[name])]
     forms = two_forms(update.fn for update in program.updates)
     if not forms and not isinstance(limit, str):  # nothing to learn
-        _walkable(program, indices, state, context, Purse(limit, streams, room))
+        _walkable(program, indices, state, context, purse=Purse(limit, streams, room))
         return False
     key = (limit, room, len(indices), *context.looks(streams), *(looks(program) if forms else ()))
     learned = program.learned.setdefault(key, Learned())
@@ -206,7 +217,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     if not learns or len(learned.sizes) < 2:
         purse = Purse(limit, streams, room)
         try:
-            _walkable(program, indices, state, context, purse, lean=learns and len(learned.sizes) == 1)
+            _walkable(program, indices, state, context, purse=purse, lean=learns and len(learned.sizes) == 1)
         except BaseException:
             program.learned.pop(key, None)
             raise
@@ -233,7 +244,7 @@ def _checkpoint(program: Program, indices: range, state: Streams, _: Any, contex
     return True
 
 
-_STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint}
+_STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "overlap": _overlap, "checkpoint": _checkpoint}
 
 
 @contextlib.contextmanager

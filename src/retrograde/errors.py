@@ -121,6 +121,14 @@ def changed_since(where: str, what: str) -> NotRepeated:
     )
 
 
+def edited_side_input(where: str) -> NotRepeated:
+    return NotRepeated(
+        "a side input of fn was edited in place during backward, by a hook perhaps, so fn cannot be run again as it was. Edit a "
+        "copy, or wait until backward is done",
+        where,
+    )
+
+
 def random_rule(where: str) -> ProgramError:
     return ProgramError(
         "the rule draws random numbers when it is applied, and undoing it would draw others. Draw them in fn, or use "

@@ -57,7 +57,7 @@ class Held:
         while known < len(self.roots):  # what is found beside a module may hold more
             known = len(self.roots)
             for module in self.modules[looked:]:
-                if not type(module).__module__.startswith("torch."):  # torch's own hold nothing else
+                if not is_torchs_own(type(module)):
                     self._look_beside(module)
             looked = len(self.modules)
             if known < len(self.roots):
@@ -74,14 +74,13 @@ class Held:
 
     def _look_beside(self, module: nn.Module) -> None:
         """What a module holds without registering it: in its attributes, and the modules its forward takes from around it."""
-        own = module.__dict__
-        for name, value in own.items():
-            if name not in _STANDARD and not isinstance(value, TELLING_NOTHING):
+        for name, value in module.__dict__.items():
+            if tells_something(name, value):
                 self._look_into(value, 3)
         forward = type(module).forward
         if isinstance(forward, types.FunctionType):
             around = forward.__globals__
-            for name in _globals_of(forward):
+            for name in globals_of(forward):
                 if isinstance(thing := around.get(name), (nn.Module, Tensor)):
                     self._look_into(thing)
 
@@ -111,10 +110,20 @@ _STANDARD = frozenset(nn.Module().__dict__)
 TELLING_NOTHING = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
 
 
+def is_torchs_own(kind: type) -> bool:
+    """Whether it is a class of torch's: such modules hold nothing that they do not register."""
+    return kind.__module__.startswith("torch.")
+
+
+def tells_something(name: str, value: Any) -> bool:
+    """Whether an attribute of a module may hold a tensor, a module or a generator that it does not register."""
+    return name not in _STANDARD and not isinstance(value, TELLING_NOTHING)
+
+
 _GLOBALS: weakref.WeakKeyDictionary[Any, tuple[Any, frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
-def _globals_of(fn: types.FunctionType) -> frozenset[str]:
+def globals_of(fn: types.FunctionType) -> frozenset[str]:
     """The global names that a function uses. Known by function: a code object is hashed by all that is in it."""
     code, names = _GLOBALS.get(fn, (None, frozenset()))
     if code is not fn.__code__:
@@ -136,7 +145,7 @@ def _inside(thing: Any) -> Iterable[Any]:
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, types.FunctionType):
-        used = [thing.__globals__.get(name) for name in _globals_of(thing)]
+        used = [thing.__globals__.get(name) for name in globals_of(thing)]
         used = [g for g in used if isinstance(g, (nn.Module, Tensor)) or getattr(g, "__globals__", None) is thing.__globals__]
         cells = [cell.cell_contents for cell in thing.__closure__ or () if _filled(cell)]
         return [*used, *cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]

@@ -9,7 +9,7 @@ from typing import Any
 from .errors import ProgramError, unknown
 from .streams import tensors
 
-KINDS = ("store", "checkpoint", "reverse")
+KINDS = ("store", "checkpoint", "reverse", "overlap")
 
 Stretch = tuple[str, int, int | str | None]  # kind, number of updates, limit in bytes
 

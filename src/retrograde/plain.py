@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .held import _STANDARD, Held, _globals_of, version_of
+from .held import _STANDARD, Held, globals_of, version_of
 from .modules import Net
 
 _CONTAINERS = (list, dict, set, collections.deque)
@@ -170,7 +170,7 @@ def _globals(functions: list[types.FunctionType]) -> Iterator[Place]:
             continue
         seen.add(fn)
         around, names = found.setdefault(id(fn.__globals__), (fn.__globals__, set()))
-        for name in _globals_of(fn):
+        for name in globals_of(fn):
             value = around.get(name, _MISSING)
             if isinstance(value, types.FunctionType):
                 if value.__globals__ is around:

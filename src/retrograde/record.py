@@ -12,6 +12,7 @@ from . import errors
 from .call import Streams
 from .exact import read
 from .held import home_of
+from .outline import Glance
 from .replay import untraced
 from .sight import Sight
 from .streams import each, flatten, tensors, unflatten, with_strides
@@ -23,16 +24,15 @@ class Record:
 
     __slots__ = (
         "before", "drawn", "given", "index", "kept", "lean", "leaves", "meta", "number", "numbered", "ready", "running",
-        "sight", "stale", "target_leaves", "update", "values", "versions",
+        "sight", "stale", "target_leaves", "update", "values",
     )  # fmt: skip
     index: int
     number: int  # in the run
     update: Update
-    sight: Sight
+    sight: Glance | Sight
     drawn: tuple[list[Any], list[Any]]  # the states of the random generators before and after
     given: Any  # what was drawn itself, where generators cannot be read: inside a CUDA graph (capture.py)
-    meta: list[Any]  # (shape, dtype, device) of each tensor that fn saved …
-    versions: list[int]  # … and its version at the end
+    meta: list[Any]  # (shape, dtype, device, version at the end) of each tensor that fn saved
     stale: Sequence[int]  # numbers of those that fn edited afterwards
     leaves: list[tuple[tuple[int, ...], bool]]  # strides and requires_grad of the leaves of the sources
     target_leaves: list[tuple[tuple[int, ...], bool]]  # the same of the target, for rules that save
@@ -78,10 +78,10 @@ class Record:
         return unflatten([with_strides(t, strides).detach().requires_grad_(grad) for t, (strides, grad) in pairs], spec)
 
 
-def check_captured(record: Record, own: Any, values: list[Any], versions: list[int]) -> None:
+def check_captured(record: Record, own: Any, values: list[Any], now: list[Any]) -> None:
     """A saved tensor with another version than in the first run, which is none of our own, was edited from outside."""
     homes = {home_of(t) for t in tensors(own)}
-    for old, new, t in zip(record.versions, versions, values, strict=True):
+    for old, new, t in zip(record.meta, now, values, strict=True):
         if old != new and home_of(t) not in homes:
             what = f"a tensor of shape {tuple(t.shape)} that fn holds on to"
             raise errors.changed_since(record.where, what)
@@ -127,11 +127,11 @@ def left_behind(record: Record) -> errors.ReplayError:
     )
 
 
-look = attrgetter("shape", "dtype", "device")
+look = attrgetter("shape", "dtype", "device", "_version")
 
 
 def describe(store: list[Any], known: list[list[Any]]) -> list[Any]:
-    """(shape, dtype, device) of each; equal lists are the same object, as many objects would keep gc busy."""
+    """(shape, dtype, device, version) of each; equal lists are the same object, as many objects would keep gc busy."""
     meta = list(map(look, store))
     for other in known:
         if other == meta:
@@ -141,13 +141,14 @@ def describe(store: list[Any], known: list[list[Any]]) -> list[Any]:
     return meta
 
 
-def difference_of(old: list[Any], new: list[Any]) -> str:
+def difference_of(old: list[Any], new: list[Any]) -> str | None:
+    """What differs besides versions, or None."""
     if len(old) != len(new):
         return f"it saved {len(new)} tensors for its gradient, {len(old)} before"
-    a, b = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
-    return f"it saved a tensor of {_words(b)}, {_words(a)} before"
+    other = ((a, b) for a, b in zip(old, new, strict=True) if a[:3] != b[:3])
+    return next((f"it saved a tensor of {_words(b)}, {_words(a)} before" for a, b in other), None)
 
 
 def _words(key: Any) -> str:
-    shape, dtype, device = key
+    shape, dtype, device, _ = key
     return f"shape {tuple(shape)}, {dtype}, on {device}"

@@ -23,12 +23,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import errors
+from .ahead import Ahead, lane_on
 from .arithmetic import SIXTEEN
 from .call import Streams, apply, call, fitting, observe, sources_of, undo
 from .capture import Drawn, DrawnAgain
@@ -44,6 +46,7 @@ from .streams import detached, each, flatten, tensors, unflatten
 from .update import Update
 from .walks import Walk, enrol, retire
 
+_version, _at_end = attrgetter("_version"), itemgetter(3)
 _task = torch._C._current_graph_task_id
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
@@ -83,22 +86,31 @@ class Keep(torch.autograd.Function):
         return None, None, grad
 
 
+def sharded(record: Record) -> bool:
+    """By FSDP: parameters are gathered for the gradients of one module at a time, and nothing may run ahead."""
+    return any(hasattr(type(module), "_get_fsdp_state") for module in record.sight.held.modules)
+
+
 def versions_of(state: Streams) -> list[int]:
     """Tells whether a stream was edited in place."""
     try:
-        return [t._version for value in state.values() for t in tensors(value)]
-    except RuntimeError:  # inference tensors have none
+        return list(map(_version, state.values()))
+    except (AttributeError, RuntimeError):  # trees of tensors have none, nor have inference tensors
         return [version_of(t) for value in state.values() for t in tensors(value)]
 
 
 class Run:
     """Some connected updates in one forward pass. Autograd's graph owns it; it owns nothing of the graph."""
 
-    def __init__(self, context: Context, keeps_sources: bool = False, purse: Purse | None = None, lean: bool = False):
+    def __init__(
+        self, context: Context, keeps_sources: bool = False, purse: Purse | None = None, lean: bool = False, overlap: bool = False
+    ):
         self.context = context
         self.keeps_sources = keeps_sources
         self.purse = purse
         self.lean = lean  # fns in the lean form (forms.py)
+        self.overlap = overlap  # the next update runs again beside the gradients of the present one, …
+        self.lane: torch.device | None = None  # … on a second stream of this device (ahead.py)
         self.records: list[Record] = []
         self.live: list[Tensor] | None = None  # saved by the update that is in its first run
         self.vault: Callable[[], Tensor | None] = lambda: None  # weak: a strong one would be a cycle that gc cannot see
@@ -117,9 +129,11 @@ class Run:
         context, rule, target = self.context, update.rule, state[update.target]
         sources = sources_of(update, state)
         record = Record(index, len(self.records), update)
-        record.sight = sight = Sight(update.fn, rule)
-        if sight.held.generators:
-            context.draws.follow(sight.held.generators)
+        sight = context.glances[index]
+        if sight is None or not sight.holds():
+            sight = Sight.of(update.fn, rule)
+            if sight.held.generators:
+                context.draws.follow(sight.held.generators)
         context.sights.append(sight)
         flat = [t for value in sources for t in tensors(value)]
         record.leaves = [(t.stride(), t.requires_grad) for t in flat]
@@ -144,14 +158,13 @@ class Run:
                     out, applied = self.first(record, state, sources, target, drawn)
             finally:
                 _pop_hooks()
-            sight.after(called, live)
+            record.sight = sight = sight.after(called, live)
             bought = self.purse is not None and self.purse.buys(record, record.where, tensors(target))
             if bought or not sight.repeatable:
                 record.values, record.before = [t.detach() for t in live], detached(target)
             record.meta = describe(live, context.known)
-            record.versions = [t._version for t in live]
-            if record.versions != versions:
-                record.stale = [j for j, version in enumerate(versions) if version != record.versions[j]]
+            if versions != list(map(_at_end, record.meta)):
+                record.stale = [j for j, version in enumerate(versions) if version != record.meta[j][3]]
         finally:
             live.clear()  # the graph holds on to the hook, and these hold on to the graph
             self.live = None
@@ -195,7 +208,7 @@ class Run:
 
     def warn_of_sixteen_bits(self, rounded: list[str]) -> None:
         """Autocast inside of fn cannot be seen before it runs; and rules other than addition have no exact form."""
-        short = {id(meta) for meta in self.metas() if any(dtype in SIXTEEN for _, dtype, _ in meta)}
+        short = {id(meta) for meta in self.metas() if any(dtype in SIXTEEN for _, dtype, _, _ in meta)}
         for record in self.records if short else ():
             if record.update.target in rounded and id(record.meta) in short:
                 warnings.warn(errors.sixteen_bits(record.where), stacklevel=2)
@@ -208,8 +221,10 @@ class Run:
     def keep(self, saved: Streams) -> Callable[[Any], Any]:
         """Give `saved` and the side inputs to autograd; returns what puts a leaf behind the node that keeps them."""
         self.lowest = next((number for number, record in enumerate(self.records) if record.meta), 0)
-        devices = {device for meta in self.metas() for shape, _, device in meta if len(shape)}
-        self.scattered = len(devices | {t.device for value in saved.values() for t in tensors(value)}) > 1
+        devices = {device for meta in self.metas() for shape, _, device, _ in meta if len(shape)}
+        devices |= {t.device for value in saved.values() for t in tensors(value)}
+        self.scattered = len(devices) > 1
+        self.lane = lane_on(devices) if self.overlap and not any(map(sharded, self.records)) else None
         kept: list[Tensor] = []
         for name, value in saved.items():
             flat, spec = flatten(value)
@@ -262,6 +277,9 @@ class Run:
         """The walk as that of the graph task that is running, if one is."""
         task = _task()
         if task >= 0:
+            other = self.walks.get(task)
+            if other is not None and other.ahead is not None:
+                other.ahead.leave()  # asked for out of turn: nobody will ask that walk
             self.walks[task] = walk
             enrol(walk)
             if saved and (self.scattered or torch.is_grad_enabled()):  # create_graph: later tasks may come without a Keep node
@@ -273,7 +291,7 @@ class Run:
     def end(self, task: int, kept: bool) -> None:
         walk = self.walks.pop(task, None)
         if walk is not None:
-            walk.clear()
+            walk.leave()
         if not kept:
             self.stash = None
 
@@ -310,17 +328,51 @@ class Run:
             if not self.scattered:
                 retire(walk)
             try:
-                while walk.at > number + 1:
-                    self.again(walk, walk.at - 1)
-                record.ready = self.again(walk, number)
+                record.ready = self.down(walk, number)
             except BaseException:
                 self.walks.pop(_task(), None)
+                walk.leave()
                 raise
             walk.filled, walk.versions = record, versions_of(walk.state)
             walk.finished = number == self.lowest
             return record.ready
         finally:
             _LOCK.release()
+
+    def down(self, walk: Walk, number: int) -> list[Tensor | None]:
+        """What the fn of an update saves, run again; with a lane, the update below begins as well."""
+        ahead, values = walk.ahead, None
+        if ahead is not None and ahead.done is not None and number < walk.at:
+            values = ahead.join(walk)
+            record = self.records[walk.at]
+            self.unchanged(record, walk)  # while it ran: the optimizer may step inside backward
+            if ahead.versions != [t if t is None else t._version for t in values]:
+                raise errors.changed_since(record.where, "a tensor that fn holds on to")
+        if values is None or walk.at != number:
+            while walk.at > number + 1:
+                self.again(walk, walk.at - 1)
+            values = self.again(walk, number)
+        if self.lane is not None and number > self.lowest and self.records[number - 1].values is None:
+            if ahead is None:
+                walk.ahead = ahead = Ahead(self.lane)
+            if ahead.done is None:
+                try:
+                    found = ahead.start(walk, self.again)
+                    ahead.versions = [t if t is None else t._version for t in found]
+                except Exception:  # told when that update is asked for, if it ever is
+                    ahead.leave()
+        return values
+
+    def unchanged(self, record: Record, walk: Walk) -> bool:
+        """What fn saw of its modules and side inputs is as it was, or it is an error; whether that was plain at a glance."""
+        same = record.sight.same()
+        if difference := record.sight.difference(same):
+            raise errors.changed_since(record.where, difference)
+        if self.context.beside and self.context.inside_changed():
+            raise errors.changed_since(record.where, "a tensor inside of a side input")
+        if walk.side and walk.edited(record.update.side_inputs(walk.side)):
+            raise errors.edited_side_input(record.where)
+        return same
 
     def another(self, number: int) -> Walk:
         """A new walk from the top; or, where that is gone, from where one of an enclosing backward stands."""
@@ -335,7 +387,7 @@ class Run:
     def stored(self, walk: Walk, record: Record) -> list[Tensor | None]:
         """An update that needs no second run."""
         values: list[Any] = record.values or []
-        for j, (t, version, (shape, _, _)) in enumerate(zip(values, record.versions, record.meta, strict=True)):
+        for j, (t, (shape, _, _, version)) in enumerate(zip(values, record.meta, strict=True)):
             if t._version != version and j not in record.stale:
                 what = record.sight.difference() or f"a tensor of shape {tuple(shape)} that fn holds on to"
                 raise errors.changed_since(record.where, what)
@@ -377,14 +429,10 @@ class Run:
         """One more run of fn. None if it was thought that nobody draws random numbers, and somebody did."""
         context, state, number = self.context, walk.state, record.number
         update, rule = record.update, record.update.rule
-        same = record.sight.same()
-        if difference := record.sight.difference(same):
-            raise errors.changed_since(record.where, difference)
-        if context.beside and context.inside_changed():
-            raise errors.changed_since(record.where, "a tensor inside of a side input")
+        same, difference = self.unchanged(record, walk), None
         before = state.get(update.target)
         store: list[Any] = []
-        around = begin_again(context.modes)
+        around = begin_again(context.modes, walk)
         try:
             swap = record.sight.again(same)
             drawn_before, drawn_after = record.drawn
@@ -423,7 +471,8 @@ class Run:
             finally:
                 record.running = False
                 use_lean(form)
-                swap.undo()
+                if swap.out:
+                    swap.undo()
                 values = list(store)
                 store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
             if moved:
@@ -434,15 +483,15 @@ class Run:
                 walk.marks = drawn_before if present == drawn_before else None
         finally:
             end_again(context.modes, around)
-        if list(map(look, values)) != record.meta:
-            difference = difference or difference_of(record.meta, describe(values, context.known))
+        now = list(map(look, values))
+        if now != record.meta:
+            difference = difference or difference_of(record.meta, now)
         if swap.clamped:
             difference = difference or swap.difference()
         if difference:
             raise errors.other_path(record.where, difference)
-        versions = [t._version for t in values]
-        if versions != record.versions:
-            check_captured(record, [sources, walk.side, swap.put_in], values, versions)
+        if now != record.meta:
+            check_captured(record, [sources, walk.side, swap.put_in], values, now)
         for j in record.stale:
             values[j] = None  # asked for, it is an error
         return values

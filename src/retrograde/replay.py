@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import threading
 import types
@@ -15,8 +14,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from .generator import both_ends, state_of
+
 _autocast_cache, _set_autocast_cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _grad, _set_grad = torch.is_grad_enabled, torch._C._set_grad_enabled
+_thread, _any_autocast = threading.get_ident, torch._C._is_any_autocast_enabled
 _has_key, _transformed = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._are_functorch_transforms_active
 
 
@@ -32,15 +34,22 @@ def replaying() -> bool:
     return _LOCAL.depth > 0
 
 
-def begin_again(then: list[Any]) -> tuple[Any, ...]:
-    """From here on fn is run again: `replaying()` is true, grad is on, modes are as then, and no transform is around."""
-    stack = None
-    if _has_key(_VMAP) or _transformed():
-        stack = contextlib.ExitStack()
-        stack.enter_context(_outside_vmap())
-    now = modes()
-    if now != then:
-        _switch(now, then)
+def begin_again(then: list[Any], walk: Any) -> tuple[Any, ...]:
+    """From here on fn is run again: `replaying()` is true, grad is on, modes are as then, and no transform is around.
+
+    To ask for all modes costs more than the rest of this. If they are as then, and without autocast, the next second runs of a
+    walk look for autocast alone, in which a backward may read what it saved; another attention backend would save other tensors.
+    """
+    stack, now = None, then
+    if walk.settled != _thread() or _transformed() or _any_autocast():
+        if _has_key(_VMAP) or _transformed():
+            stack = contextlib.ExitStack()
+            stack.enter_context(_outside_vmap())
+        now = modes()
+        if now != then:
+            _switch(now, then)
+        elif stack is None and not _any_autocast():
+            walk.settled = _thread()
     around = now, _autocast_cache(), _grad(), stack
     _set_autocast_cache(False)  # as in the forward pass
     _set_grad(True)
@@ -84,38 +93,37 @@ def untraced(make: Callable[..., Any]) -> Callable[..., Any]:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-_STATE = ctypes.c_char * torch.default_generator.get_state().numel()
+_ends = both_ends()
+
+
+class _State(bytes):
+    """The state of the default generator."""
+
+    ends: bytes  # how it was seen in memory
 
 
 def _mark(generator: torch.Generator) -> Any:
     """The state of a generator, as something that is quickly compared."""
     if generator is not torch.default_generator and generator.device.type == "cuda":
         return generator.initial_seed(), generator.get_offset()
-    state = generator.get_state()
-    whole = _STATE if generator is torch.default_generator else ctypes.c_char * state.numel()
-    return whole.from_address(state.data_ptr()).raw
-
-
-_ENDS = ctypes.c_char * 64
+    if generator is not torch.default_generator or _ends is None:
+        return state_of(generator)
+    mark = _State(state_of(generator))
+    mark.ends = _ends()
+    return mark
 
 
 def _moved(found: list[torch.Generator], marks: list[Any]) -> bool:
-    """Whether one of the generators is in another state than that. A look at both ends of a long state is enough.
-
-    In front are seed, position and the first words, which are all new when the position comes round; behind is the second
-    of a pair of normal numbers. To compare all 5000 bytes for each update would leave less of the cache to fn.
-    """
+    """Whether one of the generators is in another state than that."""
     for generator, mark in zip(found, marks, strict=False):
-        if isinstance(mark, tuple) or len(mark) < 128:
+        if _ends is None or type(mark) is not _State:
             if _mark(generator) != mark:
                 return True
-        else:
-            state = generator.get_state()
-            start = state.data_ptr()
-            if not mark.startswith(_ENDS.from_address(start).raw):
+        elif mark.ends != _ends():
+            now = _mark(generator)
+            if now != mark:
                 return True
-            if not mark.endswith(_ENDS.from_address(start + len(mark) - 64).raw):
-                return True
+            mark.ends = now.ends
     return False
 
 

@@ -21,20 +21,17 @@ _HABITS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], str]] = wea
 
 
 class Sight:
-    """Made before the call; `after` completes it."""
+    """Made by `of` before the call; `after` completes it."""
 
     __slots__ = (
         "before", "buffers", "children", "empty", "fn", "held", "hooks", "modules", "parameters", "pins", "plain", "repeatable",
         "rule", "tensors", "training", "versions",
     )  # fmt: skip
 
-    def __init__(self, fn: Any, rule: Any):
-        self.fn, self.rule = fn, rule
-        self.held = held = Held(fn, rule)
+    def __init__(self, fn: Any, rule: Any, held: Held):
+        self.fn, self.rule, self.held = fn, rule, held
         self.modules = held.modules  # those that must be as they were
         self.tensors: list[tuple[Tensor, int]] = []
-        if held.tensors and getattr(fn, "_keeps_a_cache", None) is not True:  # a cache is its own business
-            self.tensors = [(t, version_of(t)) for t in held.tensors]
         self.children: dict[nn.Module, list[Any]] = {}
         self.empty: list[tuple[dict[str, Any], str]] = []  # slots that hold None
         self.pins: list[Any] = []  # storages of the parameters, so that no other one gets their addresses
@@ -45,13 +42,23 @@ class Sight:
         self.before: list[tuple[nn.Module, str, Any, int, Any]] = []  # those that it changes, replaces or makes: what they were
         self.versions: list[int] = []  # of the parameters before the call
         self.repeatable = True
-        versions = self.versions
-        for m in held.modules:
+
+    @staticmethod
+    def of(fn: Any, rule: Any) -> Sight:
+        """Before the call."""
+        sight = Sight(fn, rule, Held(fn, rule))
+        sight.look()
+        return sight
+
+    def look(self) -> None:
+        if self.held.tensors and getattr(self.fn, "_keeps_a_cache", None) is not True:  # a cache is its own business
+            self.tensors = [(t, version_of(t)) for t in self.held.tensors]
+        for m in self.held.modules:
             for p in m._parameters.values():
                 if p is not None:
                     if type(p) is not Parameter and is_lazy(p):
                         self.repeatable = False
-                    versions.append(p._version)
+                    self.versions.append(p._version)
             for name, b in m._buffers.items():
                 if b is None:
                     self.before.append((m, name, None, 0, None))
@@ -60,7 +67,7 @@ class Sight:
                 else:
                     self.before.append((m, name, b, version_of(b), _snapshot(m, name, b)))
 
-    def after(self, called: set[nn.Module] | None, saved: list[Tensor]) -> None:
+    def after(self, called: set[nn.Module] | None, saved: list[Tensor]) -> Sight:
         """Parameters are looked at after the call: lazy ones exist now, and what fn itself clamps is no later edit.
 
         Where fn may hold more than it uses, `called` are the modules that ran; one whose parameters were saved was used as well.
@@ -97,6 +104,7 @@ class Sight:
         self.plain = self.versions == versions
         if made or self.before:
             self._buffers_after()
+        return self
 
     def _held_tensors_after(self) -> None:
         """Of the tensors that fn holds, those that it neither exchanges nor edits; an edit cannot be repeated."""
@@ -198,7 +206,7 @@ class Sight:
     def again(self, same: bool) -> Swap:
         """The same tensors in the same slots: those of functional_call, old values of buffers, parameters frozen since."""
         if same and not self.before and not self.buffers:
-            return _NOTHING
+            return NOTHING
         swap = Swap()
         if not same:
             self._parameters_again(swap)
@@ -263,7 +271,7 @@ class Swap:
             _place(slots, name, t)
 
 
-_NOTHING = Swap()  # there is nothing to put in, as a rule
+NOTHING = Swap()  # there is nothing to put in, as a rule
 
 
 def _there(p: Any) -> TypeGuard[Parameter]:

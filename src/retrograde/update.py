@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .arithmetic import exact_targets
 from .errors import ProgramError, at
+from .outline import Outlines
 from .purse import Learned
 from .rules import Add, Inverted, Rule
 from .streams import flatten
@@ -118,6 +119,10 @@ class Program:
         self.plan: Any = None  # of a trace (traced.py)
         self.back: Program | None = None  # the inverse, once it was asked for
         self.learned: dict[Any, Learned] = {}  # under a budget, by its size and the shapes of the streams
+        self.outlines = Outlines()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"outlines": Outlines()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state | {"key": key_of(self), "plan": None, "back": None, "learned": {}}  # a copy is another program

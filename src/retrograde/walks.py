@@ -5,26 +5,49 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import Any
+
+from .held import version_of
+from .streams import tensors
 
 
 class Walk:
     """Where one backward pass stands in a run: `state` is the one after the first `at` updates."""
 
-    __slots__ = ("__weakref__", "asked", "at", "filled", "finished", "marks", "side", "state", "thread", "versions")
+    __slots__ = (
+        "__weakref__", "ahead", "asked", "at", "filled", "finished", "given", "marks", "settled", "side", "state", "thread",
+        "versions",
+    )  # fmt: skip
 
     def __init__(self, state: dict[str, Any], side: dict[str, Any], at: int, thread: int):
         self.state, self.side, self.at = state, side, at
+        self.given = {
+            id(value): [version_of(t) for t in tensors(value)] for value in side.values()
+        }  # versions of the side inputs
         self.thread = thread  # of the forward pass: the order of nodes is promised only among those of one thread
         self.finished = False  # the lowest update that saved anything has been asked for
         self.asked = 0  # when an update was last asked for
         self.marks: Any = None  # the states of the random generators when it was left, where they are those of the first run
+        self.settled = 0  # the thread in which modes were found to be those of the first run, without autocast
         self.versions: list[int] | None = None  # of the streams, when an update was last asked for
         self.filled: Any = None  # the record of the update whose saved tensors are ready
+        self.ahead: Any = None  # the update below, at work on a second stream (ahead.py)
+
+    def edited(self, side: Mapping[str, Any]) -> bool:
+        """Whether one of these side inputs was edited since the walk began."""
+        return any([version_of(t) for t in tensors(value)] != self.given[id(value)] for value in side.values())
 
     def clear(self) -> None:
         if self.filled is not None:
             self.filled.ready = self.filled = None
+
+    def leave(self) -> None:
+        """Nothing more will be asked for."""
+        if self.ahead is not None:
+            self.ahead.leave()
+        self.state = {}
+        self.clear()
 
 
 # Walks of one thread in the order of their beginning, so that what is done with can go before the task ends: otherwise a
@@ -42,8 +65,8 @@ def enrol(walk: Walk) -> None:
 
 
 def _done_with(walk: Walk | None) -> bool:
-    if walk is not None and walk.finished and not any(t is not None for t in walk.filled.ready or ()):
-        walk.state = {}
+    if walk is not None and walk.finished and walk.filled is not None and not any(t is not None for t in walk.filled.ready or ()):
+        walk.leave()
     return walk is None or not walk.state
 
 
@@ -52,6 +75,5 @@ def retire(walk: Walk) -> None:
     while walk.asked and begun and begun[-1][0] > walk.asked:
         inner = begun.pop()[1]()
         if inner is not None and inner.thread == walk.thread:
-            inner.state = {}
-            inner.clear()
+            inner.leave()
     walk.asked = next(_COUNT)

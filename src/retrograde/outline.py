@@ -1,0 +1,227 @@
+"""A quick look at fns that hold nothing but parameters in modules, as most do; others are seen as a whole (sight.py).
+
+What is looked at for every update is kept in flat lists, which builtins make and compare: a loop over the parameters costs three
+times as much, and it is felt where tensors are small.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Sequence
+from itertools import chain, islice, zip_longest
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from .held import Held, globals_of, is_torchs_own, tells_something
+from .sight import NOTHING, Sight, Swap
+
+_flat: Any = chain.from_iterable
+_values: Any = dict.values
+_version, _requires_grad, _training = attrgetter("_version"), attrgetter("requires_grad"), attrgetter("training")
+_dtype = attrgetter("dtype")
+_dicts = attrgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+_storage = Tensor.untyped_storage
+_LOCK = threading.Lock()  # of threads that run one program
+
+
+class Outline:
+    """The modules of a fn and the dicts in which they keep what they have: found once, and looked at again in every pass."""
+
+    __slots__ = (
+        "around", "born", "empty", "full", "held", "hooks", "ids", "keys", "kinds", "modules", "names", "none", "own",
+        "parameters", "places", "rule", "values",
+    )  # fmt: skip
+
+    def __init__(self, held: Held, rule: Any, born: int):
+        self.held, self.rule, self.born = held, rule, born
+        self.modules = held.modules
+        slots = [(m._parameters, name, p) for m in held.modules for name, p in m._parameters.items()]
+        self.names = [(place, name) for place, name, p in slots if p is not None]
+        self.none = [(place, name) for place, name, p in slots if p is None]
+        self.parameters = [p for _, _, p in slots if p is not None]
+        self.places = list(_flat(map(_dicts, held.modules)))
+        contents = [d for m in held.modules for d in (m._modules, m._parameters)]
+        self.full = [d for d in contents if d]
+        self.empty = [d for d in (*contents, *(m._buffers for m in held.modules), rule.__dict__) if not d]
+        self.hooks = [d for m in held.modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        self.ids, self.keys = _ids(self.full), list(_flat(self.full))
+        own = [m for m in held.modules if not is_torchs_own(type(m))]
+        self.own = [vars(m) for m in own]
+        self.values = list(_flat(map(_values, self.own)))
+        self.kinds = list(map(type, held.modules))
+        self.around: dict[type, Any] = {}
+        for kind in map(type, own):
+            if isinstance(forward := kind.forward, types.FunctionType):
+                names = list(globals_of(forward))
+                self.around[kind] = forward, names, list(map(forward.__globals__.get, names))
+
+    def look(self) -> list[Any]:
+        """What may change of parameters and modules while these stay the same objects."""
+        return [*map(_version, self.parameters), *map(_requires_grad, self.parameters), *map(_training, self.modules)]
+
+
+def _ids(dicts: list[dict[str, Any]]) -> list[int]:
+    """Of what is in the dicts. What was seen at first is kept alive, so that nothing else has the same ids."""
+    return list(map(id, _flat(map(_values, dicts))))
+
+
+def outline_of(fn: Any, rule: Any, born: int) -> Outline | None:
+    """None of a fn that holds more than parameters in modules, or might without any of its attributes changing."""
+    if not isinstance(fn, nn.Module) or rule.__dict__:
+        return None
+    held = Held(fn, rule)
+    if held.wide or held.tensors or held.generators:
+        return None
+    for m in held.modules:
+        if m._buffers or m._forward_hooks or m._forward_pre_hooks or hasattr(type(m), "_get_fsdp_state"):
+            return None
+        if type(m._modules) is not dict or type(m._parameters) is not dict:
+            return None
+        if not all(p is None or _usual(p) for p in m._parameters.values()):
+            return None
+        if not is_torchs_own(type(m)) and any(tells_something(name, value) for name, value in vars(m).items()):
+            return None
+    return Outline(held, rule, born)
+
+
+def _usual(p: Any) -> bool:
+    return type(p) is Parameter and p.layout is torch.strided and not p.is_inference()
+
+
+class Outlines:
+    """Those of all fns of a program, looked at together before a pass."""
+
+    def __init__(self) -> None:
+        self.ones: list[Outline | None] = []
+        self.passes = 0
+
+    def look(self, updates: Sequence[Any]) -> list[Glance | None]:
+        """What is seen of each fn before the pass; None of one that must be seen as a whole."""
+        with _LOCK:
+            return self._look(updates)
+
+    def _look(self, updates: Sequence[Any]) -> list[Glance | None]:
+        self.passes += 1
+        anew = self.passes & (self.passes - 1) == 0  # 1, 2, 4, 8, …: lazy modules are made now, and hooks may be gone
+        if anew or not _hold(self):
+            self.ones = [self._renewed(one, update, anew) for one, update in zip_longest(self.ones, updates)]
+            self._gather()
+        versions = map(_version, self.parameters)
+        pairs = zip(self.ones, updates, strict=True)
+        return [one and Glance(update.fn, one, list(islice(versions, len(one.parameters)))) for one, update in pairs]
+
+    def _renewed(self, one: Outline | None, update: Any, anew: bool) -> Outline | None:
+        """One that is new in every pass is better seen as a whole."""
+        if one is not None and _hold(one):
+            return one
+        if not anew and (one is None or one.born == self.passes - 1):
+            return None
+        return outline_of(update.fn, update.rule, self.passes)
+
+    def _gather(self) -> None:
+        """One list of all, for each that is looked at: a few long loops inside of builtins, and not many short ones."""
+        ones = [one for one in self.ones if one is not None]
+
+        def all_of(name: str) -> list[Any]:
+            return [thing for one in ones for thing in getattr(one, name)]
+
+        self.full, self.empty, self.ids, self.keys = all_of("full"), all_of("empty"), all_of("ids"), all_of("keys")
+        self.modules, self.places, self.parameters = all_of("modules"), all_of("places"), all_of("parameters")
+        self.own, self.values, self.kinds = all_of("own"), all_of("values"), all_of("kinds")
+        self.around = {kind: found for one in ones for kind, found in one.around.items()}
+
+    def dtypes(self) -> set[torch.dtype]:
+        return set(map(_dtype, self.parameters))
+
+
+def _hold(known: Outline | Outlines) -> bool:
+    """Whether all that is known of fns is still so: classes and global names are the same as well."""
+    return (
+        _stand(known)
+        and list(map(type, known.modules)) == known.kinds
+        and all(map(is_, _flat(map(_dicts, known.modules)), known.places))
+        and all(
+            kind.forward is forward and all(map(is_, map(forward.__globals__.get, names), found))
+            for kind, (forward, names, found) in known.around.items()
+        )
+    )
+
+
+def _stand(known: Outline | Outlines) -> bool:
+    """Whether modules have the same attributes, children and parameters, and no buffers."""
+    return (
+        _fit(known)
+        and sum(map(len, known.own)) == len(known.values)
+        and all(map(is_, _flat(map(_values, known.own)), known.values))
+    )
+
+
+def _fit(known: Outline | Outlines) -> bool:
+    """Whether modules have the same children and parameters under the same names, and no buffers."""
+    return _ids(known.full) == known.ids and list(_flat(known.full)) == known.keys and not any(known.empty)
+
+
+class Glance:
+    """What one call of fn saw, in the place of a `Sight`: made before the pass, and completed after the call."""
+
+    __slots__ = ("fn", "outline", "pins", "seen", "versions")
+    repeatable = True
+
+    def __init__(self, fn: Any, outline: Outline, versions: list[int]):
+        self.fn, self.outline = fn, outline
+        self.versions = versions  # of the parameters before the pass
+
+    @property
+    def held(self) -> Held:
+        return self.outline.held
+
+    def holds(self) -> bool:
+        """Before the call: whether no update before it in the pass has changed what fn is made of."""
+        return _stand(self.outline)
+
+    def after(self, called: set[nn.Module] | None, saved: list[Tensor]) -> Glance | Sight:
+        """As `Sight.after`; a `Sight`, if fn itself has changed something."""
+        outline = self.outline
+        self.seen = outline.look()
+        if self.seen[: len(self.versions)] != self.versions or not _fit(outline) or any(outline.hooks):
+            sight = Sight(self.fn, outline.rule, outline.held)
+            sight.versions = self.versions
+            return sight.after(called, saved)
+        self.pins = list(map(_storage, outline.parameters))  # held, so that no other one gets their addresses
+        return self
+
+    def put_back(self) -> None:
+        """After an exception: there were no buffers."""
+        for m in self.outline.modules:
+            m._buffers.clear()
+
+    def same(self) -> bool:
+        """Whether all is as it was before the call and after."""
+        outline = self.outline
+        if outline.look() != self.seen:
+            return False
+        if not all(map(is_, map(_storage, outline.parameters), self.pins)):
+            return False
+        return _fit(outline) and not any(outline.hooks)
+
+    def difference(self, same: bool = False) -> str | None:
+        return None if same else self.whole().difference()
+
+    def again(self, same: bool) -> Swap:
+        return NOTHING if same else self.whole().again(False)
+
+    def whole(self) -> Sight:
+        """The same at length, to tell what is different."""
+        outline, count = self.outline, len(self.versions)
+        sight = Sight(self.fn, outline.rule, outline.held)
+        sight.versions, grads, sight.training = self.versions, self.seen[count : 2 * count], self.seen[2 * count :]
+        sight.hooks = [()] * len(outline.modules)
+        sight.pins, sight.empty, sight.plain = self.pins, outline.none, True
+        seen = zip(outline.names, outline.parameters, self.versions, grads, self.pins, strict=True)
+        sight.parameters = [(place, name, p, version, grad, pin._cdata) for (place, name), p, version, grad, pin in seen]
+        return sight

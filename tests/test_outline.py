@@ -1,0 +1,368 @@
+"""What is known of a fn from earlier passes (outline.py): whatever changes between two passes or inside of one is seen."""
+
+import collections
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import retrograde as rg
+from retrograde.outline import Glance, Outlines, outline_of
+
+held = None  # what a fn takes from around it
+
+
+class Fn(nn.Module):
+    """What it adds is not saved for backward: only a look at what it holds tells of an edit."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = 2.0
+        self.table = None
+
+    def forward(self, x):
+        y = self.inner(x) * self.scale
+        for t in (self.table, getattr(self, "later", None), getattr(self.inner, "extra", None), held):
+            y = y if t is None else y + t
+        return y
+
+
+def net_of(count=2):
+    torch.manual_seed(0)
+    return rg.ReversibleSequence([(Fn(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(count)]).double()
+
+
+def gradients(net, memory, x):
+    net.memory = memory
+    net.zero_grad()
+    net(x).square().sum().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def assert_as_stored(net):
+    x = torch.randn(3, 4, dtype=torch.float64)
+    torch.testing.assert_close(gradients(net, "reverse", x), gradients(net, "store", x))
+
+
+def looked(net):
+    """How the last pass has seen its functions: by outlines that hold."""
+    return [one is not None for one in net._program.outlines.ones]
+
+
+@pytest.fixture
+def net():
+    made = net_of()
+    for _ in range(5):  # outlines are made anew in passes 1, 2 and 4
+        assert_as_stored(made)
+    assert all(looked(made))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_around():
+    yield
+    globals()["held"] = None
+
+
+def exchanged_child(net):
+    net.blocks[0].f.inner = nn.Linear(4, 4).double()
+    return net.blocks[0].f.inner.weight
+
+
+def exchanged_parameter(net):
+    net.blocks[0].f.inner.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+    return net.blocks[0].f.inner.weight
+
+
+def another_dict(net):
+    linear = net.blocks[0].f.inner
+    linear._parameters = {"weight": nn.Parameter(torch.randn(4, 4, dtype=torch.float64)), "bias": linear.bias}
+    return linear.weight
+
+
+def another_attribute(net):
+    net.blocks[0].f.table = torch.randn(4, dtype=torch.float64)
+    return net.blocks[0].f.table
+
+
+def a_new_attribute(net):
+    net.blocks[-1].f.later = torch.randn(4, dtype=torch.float64)
+    return net.blocks[-1].f.later
+
+
+def another_global(_):
+    globals()["held"] = torch.randn(4, dtype=torch.float64)
+    return held
+
+
+class Other(Fn):
+    def forward(self, x):
+        return super().forward(x) + beside
+
+
+beside = torch.randn(4, dtype=torch.float64)
+
+
+def another_class(net):
+    net.blocks[0].f.__class__ = Other
+    return beside
+
+
+def a_buffer(net):
+    net.blocks[0].f.inner.register_buffer("extra", torch.randn(4, dtype=torch.float64))
+    return net.blocks[0].f.inner.extra
+
+
+CHANGES = [
+    exchanged_child,
+    exchanged_parameter,
+    another_dict,
+    another_attribute,
+    a_new_attribute,
+    another_global,
+    another_class,
+    a_buffer,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_between_passes(net, change):
+    """The new tensor is used, and an edit of it after the forward pass is told."""
+    t = change(net)
+    assert_as_stored(net)
+    net.memory = "reverse"
+    out = net(torch.randn(3, 4, dtype=torch.float64))
+    with torch.no_grad():
+        t.add_(1)
+    with pytest.raises(rg.ReplayError, match="changed"):
+        out.sum().backward()
+
+
+def edited(fn):
+    with torch.no_grad():
+        fn.inner.bias.add_(1)
+
+
+def moved(fn):
+    fn.inner.bias.data = fn.inner.bias.data + 1
+
+
+def hooked(fn):
+    fn.inner.register_forward_hook(lambda *_: None)
+
+
+def without_child(fn):
+    fn.inner = nn.Linear(4, 4).double()
+
+
+def evaluating(fn):
+    fn.inner.eval()
+
+
+@pytest.mark.parametrize("change", [edited, moved, hooked, without_child, evaluating])
+def test_changed_between_forward_and_backward(net, change):
+    net.memory = "reverse"
+    out = net(torch.randn(3, 4, dtype=torch.float64))
+    change(net.blocks[0].f)
+    with pytest.raises(rg.ReplayError, match="changed"):
+        out.sum().backward()
+
+
+def test_frozen_between_forward_and_backward(net):
+    """requires_grad as it was then: the same gradients as store."""
+    found = []
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for memory in ("reverse", "store"):
+        net.memory = memory
+        net.zero_grad()
+        out = net(x)
+        net.blocks[0].f.inner.weight.requires_grad_(False)
+        out.square().sum().backward()
+        net.blocks[0].f.inner.weight.requires_grad_(True)
+        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    torch.testing.assert_close(*found)
+
+
+class Clamping(nn.Module):
+    """Begins to edit its own weight when it is told to."""
+
+    def __init__(self, flag):
+        super().__init__()
+        self.inner = nn.Linear(4, 4).double()
+        self.flag = flag
+
+    def forward(self, x):
+        if self.flag.exists():
+            with torch.no_grad():
+                self.inner.weight.mul_(0.5)
+        return self.inner(x)
+
+
+def test_fn_that_begins_to_edit_its_parameters(tmp_path):
+    """It is noticed in the pass in which it happens, though earlier ones saw nothing of it."""
+
+    class Path(str):  # a string tells nothing, so that the fn has an outline
+        def exists(self):
+            return (tmp_path / "now").exists()
+
+    fns = [Clamping(Path("flag")) for _ in range(2)]
+    x = torch.randn(3, 4, dtype=torch.float64)
+    program = rg.Reversible([rg.Update("a", fns[0], "b"), rg.Update("b", fns[1], "a")])
+    for _ in range(5):
+        program({"a": x, "b": x})["b"].sum().backward()
+    assert all(one is not None for one in program._program.outlines.ones)
+    (tmp_path / "now").touch()
+    out = program({"a": x, "b": x})["b"]
+    with pytest.raises(rg.ReplayError, match="changed its parameter 'weight' to other values"):
+        out.square().sum().backward()
+
+
+class Failing(nn.Module):
+    """Makes a buffer and fails."""
+
+    def forward(self, x):
+        self.register_buffer("count", torch.zeros(()))
+        raise ValueError("no")
+
+
+def test_buffers_made_in_a_pass_that_fails_are_gone():
+    fn = Failing()
+    net = rg.Reversible([rg.Update("a", fn, "b")])
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="no"):
+        net({"a": x, "b": x})
+    assert not fn._buffers
+
+
+def test_restless_fn_is_seen_as_a_whole(net):
+    """One whose attributes change in every pass is not outlined again and again; the others still are."""
+    for step in range(8, 13):
+        net.blocks[0].f.scale = 1.0 + step / 8
+        assert_as_stored(net)
+    assert looked(net) == [False, True, True, True]
+
+
+def test_what_has_no_outline():
+    add = rg.Add()
+    assert outline_of(nn.Linear(4, 4), add, 1) is not None
+    assert outline_of(nn.BatchNorm1d(4), add, 1) is None
+    assert outline_of(nn.LazyLinear(4), add, 1) is None
+    assert outline_of(torch.tanh, add, 1) is None
+    assert outline_of(nn.Linear(4, 4), rg.Momentum(), 1) is None
+    fn = Fn()
+    fn.cache = []  # may come to hold a tensor without the attribute changing
+    assert outline_of(fn, add, 1) is None
+
+
+def test_copies_and_passes_without_grad_have_no_outlines(net):
+    """Outlines keep modules alive, and must not outlive their use."""
+    for other in (copy.deepcopy(net._program), pickle.loads(pickle.dumps(net._program))):
+        assert other.outlines.ones == []
+    with torch.no_grad():
+        net(torch.randn(3, 4, dtype=torch.float64))
+    assert net._program.outlines.ones == []
+
+
+def test_glances_are_what_runs_use(net):
+    """Otherwise nothing here would be tested."""
+    outlines = Outlines()
+    assert all(type(one) is Glance for one in outlines.look(net._program.updates))
+
+
+class Measured(nn.Module):
+    """Makes a buffer of the first input that it sees; one that is edited in every call, if so told."""
+
+    def __init__(self, moves=False):
+        super().__init__()
+        self.inner, self.moves = nn.Linear(4, 4), moves
+
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", x.detach().std() + 1)
+        if self.moves:
+            self.scale += 1
+        return torch.tanh(self.inner(x) + self.scale)
+
+
+class Told(nn.Module):
+    """Does what it was told by another fn."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.state, self.noise = nn.Linear(4, 4), None, None
+
+    def forward(self, x):
+        y = torch.tanh(self.inner(x))
+        if self.state is not None:
+            self.state.add_(1)
+            y = torch.tanh(y + self.state)
+        return y if self.noise is None else y * torch.rand(y.shape, generator=self.noise, dtype=y.dtype)
+
+
+def first_pass(fns, memory):
+    """Gradients of a first pass, of functions that are not yet known."""
+    x = torch.linspace(-2, 3, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+    net = rg.Reversible(rg.wirings.leapfrog(fns), memory=memory).double()
+    out = net({"a": x, "b": x.cos()})
+    (out["a"].square().sum() + out["b"].square().sum()).backward()
+    return [x.grad, *(p.grad for p in net.parameters())]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("part", [False, True])
+def test_buffer_made_by_an_update_and_found_by_the_next(moves, part):
+    def made():
+        torch.manual_seed(0)
+        shared = Measured(moves)
+        return [nn.Sequential(nn.Linear(4, 4), shared) if part else shared for _ in range(4)]
+
+    torch.testing.assert_close(first_pass(made(), "reverse"), first_pass(made(), "store"))
+
+
+@pytest.mark.parametrize("tell", ["state", "noise"])
+def test_fn_that_another_one_changes_in_the_pass(tell):
+    def made():
+        torch.manual_seed(0)
+        fns = [nn.Linear(4, 4), nn.Linear(4, 4), Told(), nn.Linear(4, 4), nn.Linear(4, 4)]
+        what = torch.zeros(()) if tell == "state" else torch.Generator().manual_seed(0)
+        fns[1].register_forward_hook(lambda *_: None if rg.replaying() else setattr(fns[2], tell, what))
+        return fns
+
+    torch.testing.assert_close(first_pass(made(), "reverse"), first_pass(made(), "store"))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p, self.q = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.p) * (x @ self.q)
+
+
+def test_names_exchanged_between_forward_and_backward():
+    """The same parameters in the same order, under other names."""
+    fn = Gated()
+    net = rg.Reversible([rg.Update("a", fn, "b"), rg.Update("b", nn.Tanh(), "a")]).double()
+    p, q = fn.p, fn.q
+    x = {"a": torch.randn(3, 4, dtype=torch.float64), "b": torch.randn(3, 4, dtype=torch.float64)}
+    expected = torch.autograd.grad(net(x)["b"].sum(), (p, q))
+    out = net(x)["b"].sum()
+    del fn.p, fn.q
+    fn.q, fn.p = p, q
+    torch.testing.assert_close(torch.autograd.grad(out, (p, q)), expected)
+
+
+def test_hooks_in_a_new_dict(net):
+    """Some people get rid of hooks that way."""
+    fn = net.blocks[0].g
+    fn._forward_hooks = collections.OrderedDict()
+    handle = fn.register_forward_hook(lambda module, args, out: out * 2)
+    net.memory = "reverse"
+    out = net(torch.randn(3, 4, dtype=torch.float64))
+    handle.remove()
+    with pytest.raises(rg.ReplayError, match="the forward hooks of Sequential"):
+        out.sum().backward()
