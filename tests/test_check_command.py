@@ -1,5 +1,6 @@
 """`retrograde check` and `retrograde drift`: planted faults are found and their lines named, sound nets pass."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -72,6 +73,23 @@ def test_sound_nets_pass(name, capsys):
     if name == "logged":
         assert "note: update 0: x1 += Logged(x2): it changes its attribute 'calls'" in shown
         assert "(and 2 more like it)" in shown
+
+
+def test_a_line_is_named_whenever_garbage_is_collected(capsys, request):
+    """What the collector calls is Python code as well: a finalizer, a callback such as hypothesis has one."""
+
+    def collected(phase, info):
+        assert phase in ("start", "stop")
+
+    thresholds = gc.get_threshold()
+    request.addfinalizer(lambda: gc.set_threshold(*thresholds))
+    gc.callbacks.append(collected)
+    request.addfinalizer(lambda: gc.callbacks.remove(collected))
+    for objects in (50, 60, 80, 110):
+        gc.set_threshold(objects)
+        _, verdict, shown = check(capsys, "replaying")
+        assert [LINES[int(fault["line"].split(":")[1]) - 1][-6:] for fault in verdict["faults"]] == ["# here"], shown
+    assert gc.isenabled()
 
 
 def test_the_same_fault_in_all_blocks_is_told_once(capsys):

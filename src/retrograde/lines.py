@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import linecache
 import math
 import os
@@ -30,11 +31,14 @@ class Tracer:
         self.last: Line | None = None
 
     def start(self) -> None:
-        self.before, self.seen = sys.gettrace(), self.mark()
+        self.before, self.seen, self.collecting = sys.gettrace(), self.mark(), gc.isenabled()
+        gc.disable()  # what it calls, at some moment or other, are no lines of this function
         sys.settrace(self._enter)
 
     def stop(self) -> None:
         sys.settrace(self.before)
+        if self.collecting:
+            gc.enable()
         self._look()
 
     def _enter(self, frame: types.FrameType, event: str, arg: Any) -> Any:
