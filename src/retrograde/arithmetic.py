@@ -111,8 +111,10 @@ def _sixteen_bits(program: Any, streams: dict[str, Any], held: bool | None, know
     given = [t for name in program.names for t in tensors(streams[name])]
     if any(t.dtype in SIXTEEN for t in given):
         return True
-    if any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in SIXTEEN for d in {t.device.type for t in given}):
-        return True
+    if torch._C._is_any_autocast_enabled():
+        kinds = {t.device.type for t in given}
+        if any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in SIXTEEN for kind in kinds):
+            return True
     return held_in_sixteen_bits(program, known) if held is None else held
 
 

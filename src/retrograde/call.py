@@ -30,7 +30,7 @@ def sources_of(update: Update, state: Streams) -> list[Any]:
 
 def call(index: int, update: Update, state: Streams, sources: list[Any], side: Mapping[str, Any], mode: Any = None) -> Any:
     """fn's output, under a mode if one is given; the streams and the side inputs are as they were, or it is an error."""
-    kwargs = update.side_inputs(side)
+    kwargs = update.side_inputs(side) if update.takes else {}
     own: list[Any] = [*sources, *state.values(), *kwargs.values()]
     try:
         versions = list(map(_version, own))

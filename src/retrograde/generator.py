@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ import torch
 _FRONT = struct.Struct("=QiiQ")  # in a copy: seed, how many are left, whether seeded, position; then the words, of 8 bytes each
 _WORDS = 624
 _FIRST = 8 + 4 + 4 + 4  # in memory: the same, with a shorter position; then the words, of 4 bytes each
-_HEAD = ctypes.c_char * 64
-_TAIL = ctypes.c_char * 28  # behind the words: the second of a pair of normal numbers
+_ENDS = struct.Struct(f"64s{_FIRST + 4 * _WORDS - 64}x28s")  # behind the words is the second of a pair of normal numbers
 
 
 def state_of(generator: torch.Generator) -> bytes:
@@ -27,14 +27,13 @@ def state_of(generator: torch.Generator) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-def _looking(generator: torch.Generator, at: int) -> Callable[[], bytes]:
+def _looking(generator: torch.Generator, at: int) -> Callable[[], tuple[bytes, bytes]]:
     """Reads both ends of the state of a generator that has it `at` bytes from its start.
 
     In front are seed, position and the first words, which are all new when the position comes round.
     """
     start: Any = generator._cdata + at  # type: ignore[attr-defined]
-    head, tail = _HEAD.from_address(start), _TAIL.from_address(start + _FIRST + 4 * _WORDS)
-    return lambda: head.raw + tail.raw
+    return partial(_ENDS.unpack, (ctypes.c_char * _ENDS.size).from_address(start))  # a call without a frame
 
 
 def _find() -> int | None:
@@ -57,7 +56,7 @@ def _find() -> int | None:
     return at if len(set(seen)) == len(seen) else None
 
 
-def both_ends() -> Callable[[], bytes] | None:
+def both_ends() -> Callable[[], tuple[bytes, bytes]] | None:
     """What reads both ends of the state of the default generator: one of another state shows others, but for odd chances.
 
     The same state may show others as well, as some of these bytes are not in use.

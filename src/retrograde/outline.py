@@ -10,7 +10,7 @@ import threading
 import types
 from collections.abc import Sequence
 from itertools import chain, islice, zip_longest
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _flat: Any = chain.from_iterable
 _values: Any = dict.values
 _version, _requires_grad, _training = attrgetter("_version"), attrgetter("requires_grad"), attrgetter("training")
 _dtype = attrgetter("dtype")
-_dicts = attrgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+_dicts = itemgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")  # among the attributes
 _storage = Tensor.untyped_storage
 _LOCK = threading.Lock()  # of threads that run one program
 
@@ -33,8 +33,8 @@ class Outline:
     """The modules of a fn and the dicts in which they keep what they have: found once, and looked at again in every pass."""
 
     __slots__ = (
-        "around", "born", "empty", "full", "held", "hooks", "ids", "keys", "kinds", "modules", "names", "none", "own",
-        "parameters", "places", "rule", "values",
+        "around", "attributes", "born", "empty", "full", "held", "keys", "kinds", "modules", "names", "none", "own", "parameters",
+        "places", "rule", "things", "values",
     )  # fmt: skip
 
     def __init__(self, held: Held, rule: Any, born: int):
@@ -44,12 +44,11 @@ class Outline:
         self.names = [(place, name) for place, name, p in slots if p is not None]
         self.none = [(place, name) for place, name, p in slots if p is None]
         self.parameters = [p for _, _, p in slots if p is not None]
-        self.places = list(_flat(map(_dicts, held.modules)))
-        contents = [d for m in held.modules for d in (m._modules, m._parameters)]
-        self.full = [d for d in contents if d]
-        self.empty = [d for d in (*contents, *(m._buffers for m in held.modules), rule.__dict__) if not d]
-        self.hooks = [d for m in held.modules for d in (m._forward_hooks, m._forward_pre_hooks)]
-        self.ids, self.keys = _ids(self.full), list(_flat(self.full))
+        self.attributes = list(map(vars, held.modules))
+        self.places = list(_flat(map(_dicts, self.attributes)))
+        self.full = [d for m in held.modules for d in (m._modules, m._parameters) if d]
+        self.empty = [d for d in (*self.places, rule.__dict__) if not d]
+        self.keys, self.things = list(_flat(self.full)), list(_flat(map(_values, self.full)))
         own = [m for m in held.modules if not is_torchs_own(type(m))]
         self.own = [vars(m) for m in own]
         self.values = list(_flat(map(_values, self.own)))
@@ -63,11 +62,6 @@ class Outline:
     def look(self) -> list[Any]:
         """What may change of parameters and modules while these stay the same objects."""
         return [*map(_version, self.parameters), *map(_requires_grad, self.parameters), *map(_training, self.modules)]
-
-
-def _ids(dicts: list[dict[str, Any]]) -> list[int]:
-    """Of what is in the dicts. What was seen at first is kept alive, so that nothing else has the same ids."""
-    return list(map(id, _flat(map(_values, dicts))))
 
 
 def outline_of(fn: Any, rule: Any, born: int) -> Outline | None:
@@ -130,8 +124,9 @@ class Outlines:
         def all_of(name: str) -> list[Any]:
             return [thing for one in ones for thing in getattr(one, name)]
 
-        self.full, self.empty, self.ids, self.keys = all_of("full"), all_of("empty"), all_of("ids"), all_of("keys")
-        self.modules, self.places, self.parameters = all_of("modules"), all_of("places"), all_of("parameters")
+        self.full, self.empty, self.things, self.keys = all_of("full"), all_of("empty"), all_of("things"), all_of("keys")
+        self.modules, self.attributes, self.places = all_of("modules"), all_of("attributes"), all_of("places")
+        self.parameters = all_of("parameters")
         self.own, self.values, self.kinds = all_of("own"), all_of("values"), all_of("kinds")
         self.around = {kind: found for one in ones for kind, found in one.around.items()}
 
@@ -144,7 +139,8 @@ def _hold(known: Outline | Outlines) -> bool:
     return (
         _stand(known)
         and list(map(type, known.modules)) == known.kinds
-        and all(map(is_, _flat(map(_dicts, known.modules)), known.places))
+        and all(map(is_, map(vars, known.modules), known.attributes))
+        and all(map(is_, _flat(map(_dicts, known.attributes)), known.places))
         and all(
             kind.forward is forward and all(map(is_, map(forward.__globals__.get, names), found))
             for kind, (forward, names, found) in known.around.items()
@@ -153,7 +149,7 @@ def _hold(known: Outline | Outlines) -> bool:
 
 
 def _stand(known: Outline | Outlines) -> bool:
-    """Whether modules have the same attributes, children and parameters, and no buffers."""
+    """Whether modules have the same attributes, children and parameters."""
     return (
         _fit(known)
         and sum(map(len, known.own)) == len(known.values)
@@ -162,8 +158,12 @@ def _stand(known: Outline | Outlines) -> bool:
 
 
 def _fit(known: Outline | Outlines) -> bool:
-    """Whether modules have the same children and parameters under the same names, and no buffers."""
-    return _ids(known.full) == known.ids and list(_flat(known.full)) == known.keys and not any(known.empty)
+    """Whether modules have the same children and parameters under the same names, no buffers and no hooks."""
+    return (
+        list(_flat(known.full)) == known.keys
+        and all(map(is_, _flat(map(_values, known.full)), known.things))
+        and not any(known.empty)
+    )
 
 
 class Glance:
@@ -188,7 +188,7 @@ class Glance:
         """As `Sight.after`; a `Sight`, if fn itself has changed something."""
         outline = self.outline
         self.seen = outline.look()
-        if self.seen[: len(self.versions)] != self.versions or not _fit(outline) or any(outline.hooks):
+        if self.seen[: len(self.versions)] != self.versions or not _fit(outline):
             sight = Sight(self.fn, outline.rule, outline.held)
             sight.versions = self.versions
             return sight.after(called, saved)
@@ -207,7 +207,7 @@ class Glance:
             return False
         if not all(map(is_, map(_storage, outline.parameters), self.pins)):
             return False
-        return _fit(outline) and not any(outline.hooks)
+        return _fit(outline)
 
     def difference(self, same: bool = False) -> str | None:
         return None if same else self.whole().difference()

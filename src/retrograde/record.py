@@ -58,7 +58,8 @@ class Record:
         """The recovered sources in the layout and with the flags that fn saw."""
         if len(self.leaves) == 1 and isinstance(t := state[self.update.sources[0]], Tensor):
             strides, grad = self.leaves[0]
-            t = with_strides(t, strides)
+            if t.stride() != strides:
+                t = with_strides(t, strides)
             return [t.detach().requires_grad_() if grad else t]
         rest, again = iter(self.leaves), {}
 

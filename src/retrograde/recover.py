@@ -135,8 +135,7 @@ class Run:
             if sight.held.generators:
                 context.draws.follow(sight.held.generators)
         context.sights.append(sight)
-        flat = [t for value in sources for t in tensors(value)]
-        record.leaves = [(t.stride(), t.requires_grad) for t in flat]
+        record.leaves = [(t.stride(), t.requires_grad) for value in sources for t in tensors(value)]
         record.target_leaves = [(t.stride(), t.requires_grad) for t in tensors(target)] if rule.saves else []
         live: list[Tensor] = []
         versions: list[int] = []

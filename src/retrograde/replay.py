@@ -99,17 +99,26 @@ _ends = both_ends()
 class _State(bytes):
     """The state of the default generator."""
 
-    ends: bytes  # how it was seen in memory
+    ends: tuple[bytes, bytes]  # how it was seen in memory
+
+
+_last: list[_State] = []  # the last one that was read
 
 
 def _mark(generator: torch.Generator) -> Any:
     """The state of a generator, as something that is quickly compared."""
-    if generator is not torch.default_generator and generator.device.type == "cuda":
-        return generator.initial_seed(), generator.get_offset()
-    if generator is not torch.default_generator or _ends is None:
+    if generator is not torch.default_generator:
+        seeded = generator.device.type == "cuda"
+        return (generator.initial_seed(), generator.get_offset()) if seeded else state_of(generator)
+    if _ends is None:
         return state_of(generator)
+    ends, known = _ends(), _last[:]
+    if known and known[0].ends == ends:
+        return known[0]
     mark = _State(state_of(generator))
-    mark.ends = _ends()
+    mark.ends = ends
+    if _ends() == ends:  # no other thread has drawn
+        _last[:] = [mark]
     return mark
 
 
@@ -170,13 +179,15 @@ class Draws:
     def since(self) -> tuple[list[Any], list[Any]]:
         """The states before and after what ran since the last call."""
         before = self.marks
-        if _moved(self.generators, before):
+        if self.moved(before):
             now = [_mark(g) for g in self.generators]
             self.marks = [old if old == new else new for old, new in zip(before, now, strict=True)]
         return before, self.marks
 
     def moved(self, marks: list[Any]) -> bool:
         """Whether a generator is in another state than that."""
+        if len(marks) == 1 and type(marks[0]) is _State and _ends is not None and marks[0].ends == _ends():  # as a rule
+            return False
         return _moved(self.generators, marks)
 
     def put_back(self, marks: list[Any] | None = None) -> None:
