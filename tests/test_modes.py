@@ -222,6 +222,22 @@ def test_however_many_numbers_are_drawn_the_state_has_moved(kind, count):
             assert not draws.moved(after)
 
 
+def test_a_state_that_comes_back_is_the_same_and_no_other_is():
+    """The last state that was read is remembered, also from one pass to the next."""
+
+    def state_after(seed, count):
+        torch.manual_seed(seed)
+        torch.rand(count)
+        (mark,) = Draws([torch.default_generator]).marks
+        torch.rand(7)
+        Draws([torch.default_generator]).put_back([mark])
+        assert mark == torch.get_rng_state().numpy().tobytes()
+        return mark
+
+    seen = [state_after(seed, count) for seed in (3, 4) for count in (0, 624, 1248, 0)]
+    assert [seen.index(mark) for mark in seen] == [0, 1, 2, 0, 4, 5, 6, 4]
+
+
 class ReadsUnderAutocast(torch.autograd.Function):
     """The identity; its backward reads what it saved inside of autocast."""
 

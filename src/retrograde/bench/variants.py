@@ -69,6 +69,8 @@ def chosen(every: Iterable[Variant], patterns: Sequence[str]) -> list[Variant]:
     for pattern in patterns:
         if not any(fnmatchcase(v.name, pattern) for v in every):
             more = "; --budget 3GiB adds budget-3GiB" if "budget" in pattern else ""
+            if any(fnmatchcase(v.name, pattern) for v in variants({}, "cuda")):
+                more = "; that one is for a GPU: --device cuda"
             raise ValueError(f"no variant is called {pattern!r}, there are: {', '.join(v.name for v in every)}{more}")
 
     def wanted(variant: Variant) -> bool:
