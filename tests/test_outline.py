@@ -3,6 +3,8 @@
 import collections
 import copy
 import pickle
+import sys
+import threading
 
 import pytest
 import torch
@@ -235,6 +237,77 @@ def test_buffers_made_in_a_pass_that_fails_are_gone():
     with pytest.raises(ValueError, match="no"):
         net({"a": x, "b": x})
     assert not fn._buffers
+
+
+class Sets(nn.Module):
+    """Sets what others take from around them."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.inner, self.value = nn.Linear(4, 4), value
+
+    def forward(self, x):
+        if not rg.replaying():
+            globals()["held"] = None if self.value is None else torch.full((4,), self.value, dtype=torch.float64)
+        return self.inner(x).tanh()
+
+
+def test_a_global_that_another_function_sets_in_the_pass():
+    """It is gone by the end: fn cannot be run again as it was, and this is told."""
+    made = rg.Reversible(rg.wirings.leapfrog([Sets(3.0), Fn(), Sets(None)] * 2)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for _ in range(3):
+        with pytest.raises(rg.ReplayError, match="a tensor of shape \\(4,\\) that fn holds on to"):
+            sum(t.square().sum() for t in made({"a": x, "b": 2 * x}).values()).backward()
+
+
+def test_other_dicts_between_forward_and_backward(net):
+    """As `__setstate__` puts them in: of children, and of parameters."""
+    x = torch.randn(3, 4, dtype=torch.float64)
+    other = copy.deepcopy(net)
+
+    def as_the_other():
+        net.blocks[0].f.__setstate__(other.blocks[0].f.__dict__)
+
+    def other_children():
+        net.blocks[0].g._modules = dict(other.blocks[0].g._modules)
+
+    def other_parameters():
+        net.blocks[1].g[0]._parameters = dict(other.blocks[1].g[0]._parameters)
+
+    for change, told in (
+        (as_the_other, "a part of fn"),
+        (other_children, "a part of fn"),
+        (other_parameters, "the parameters of"),
+    ):
+        net.memory = "reverse"
+        loss = net(x).square().sum()
+        change()
+        with pytest.raises(rg.ReplayError, match=told):
+            loss.backward()
+        assert_as_stored(net)
+
+
+def test_a_thread_without_gradients_beside_a_training_one():
+    """It makes the outlines anew, which the other one looks at."""
+    net, x, done = net_of(), torch.randn(3, 4, dtype=torch.float64), threading.Event()
+
+    def look():
+        with torch.no_grad():
+            while not done.is_set():
+                net(x)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(300):
+            net(x).square().sum().backward()
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_restless_fn_is_seen_as_a_whole(net):

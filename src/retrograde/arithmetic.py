@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .errors import ProgramError, at, too_deep, unknown
 from .exact import Exact
-from .held import Held
+from .held import Held, bare
+from .outline import dtypes_of
 from .streams import each, tensors
 
 NAMES = ("auto", "exact", "float")
@@ -36,7 +37,7 @@ def plus(target: Any, out: Any, sign: int = 1) -> Any:
 
 
 def exact_streams(name: str, program: Any, streams: dict[str, Any], known: Any = None) -> dict[str, bool]:
-    """The streams carried exactly, and whether each is multiplied. `known` are outlines of fns.
+    """The streams carried exactly, and whether each is multiplied. `known` is what is seen of fns at a glance.
 
     "auto": all that can be, if some fn computes in 16 bits, or if undoing divides a stream and rounding errors with it.
     """
@@ -111,10 +112,8 @@ def _sixteen_bits(program: Any, streams: dict[str, Any], held: bool | None, know
     given = [t for name in program.names for t in tensors(streams[name])]
     if any(t.dtype in SIXTEEN for t in given):
         return True
-    if torch._C._is_any_autocast_enabled():
-        kinds = {t.device.type for t in given}
-        if any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in SIXTEEN for kind in kinds):
-            return True
+    if any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in SIXTEEN for d in {t.device.type for t in given}):
+        return True
     return held_in_sixteen_bits(program, known) if held is None else held
 
 
@@ -123,10 +122,10 @@ def held_in_sixteen_bits(program: Any, known: Any = None) -> bool:
     todo: list[Any] = []
     updates = program.updates
     if known is not None:
-        if not known.dtypes().isdisjoint(SIXTEEN):
+        if not dtypes_of(known).isdisjoint(SIXTEEN):
             return True
-        updates = [update for update, one in zip(updates, known.ones, strict=True) if one is None]
-    for fn in {id(update.fn): update.fn for update in updates}.values():
+        updates = [update for update, glance in zip(updates, known, strict=True) if glance is None]
+    for fn in map(bare, {id(update.fn): update.fn for update in updates}.values()):
         if isinstance(fn, torch.nn.Module):
             todo.append(fn)
         else:

@@ -106,7 +106,7 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
     if not torch.is_grad_enabled():
         program.outlines = Outlines()  # the old ones keep modules alive that may have been exchanged since
     glances = program.outlines.look(program.updates) if needed else []
-    exact = exact_streams(arithmetic, program, state, program.outlines if needed else None)
+    exact = exact_streams(arithmetic, program, state, glances if needed else None)
     ledger = Ledger(program.updates, list(exact))
     for ledger.index, name in enumerate(exact, len(program.updates)):
         state[name] = carried(state[name], ledger, exact[name])

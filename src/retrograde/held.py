@@ -35,6 +35,19 @@ def parts(modules: list[nn.Module]) -> list[nn.Module]:
     return found
 
 
+class Around(nn.Module):
+    """A module of ours around a function of the user's."""
+
+    def __init__(self, fn: Any):
+        super().__init__()
+        self.fn = fn
+
+
+def bare(fn: Any) -> Any:
+    """A function that is no module, without ours around it: it is seen as it would be by itself."""
+    return fn.fn if isinstance(fn, Around) and not isinstance(fn.fn, nn.Module) else fn
+
+
 class Held:
     """Modules with all their parts, and tensors and random generators outside of them."""
 
@@ -45,6 +58,7 @@ class Held:
         self.generators: list[torch.Generator] = []
         self.roots: list[nn.Module] = []
         self.named: list[nn.Module] = []  # those that the code of a function names, and not a list that it has
+        fn = bare(fn)
         self.loose = not isinstance(fn, nn.Module)  # it may hold more than it uses: a method of the whole model, say
         if self.loose:
             self._look_into(fn)

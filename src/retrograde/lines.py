@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .held import Around
 from .streams import tensors
 
 Line = tuple[str, int]  # file and number
@@ -127,8 +128,8 @@ def _libraries() -> tuple[str, ...]:
 
 def definition(fn: Any) -> Line | None:
     """Where the code of a function, or of the forward of a module, begins, if it is the user's own."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    while isinstance(fn, (functools.partial, Around)):
+        fn = fn.func if isinstance(fn, functools.partial) else fn.fn
     if isinstance(fn, nn.Module):
         fn = type(fn).forward
     elif not isinstance(fn, (types.FunctionType, types.MethodType)):

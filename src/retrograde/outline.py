@@ -33,7 +33,7 @@ class Outline:
     """The modules of a fn and the dicts in which they keep what they have: found once, and looked at again in every pass."""
 
     __slots__ = (
-        "around", "attributes", "born", "empty", "full", "held", "keys", "kinds", "modules", "names", "none", "own", "parameters",
+        "around", "born", "empty", "full", "held", "keys", "kinds", "modules", "names", "none", "own", "parameters",
         "places", "rule", "things", "values",
     )  # fmt: skip
 
@@ -44,8 +44,7 @@ class Outline:
         self.names = [(place, name) for place, name, p in slots if p is not None]
         self.none = [(place, name) for place, name, p in slots if p is None]
         self.parameters = [p for _, _, p in slots if p is not None]
-        self.attributes = list(map(vars, held.modules))
-        self.places = list(_flat(map(_dicts, self.attributes)))
+        self.places = list(_flat(map(_dicts, map(vars, held.modules))))
         self.full = [d for m in held.modules for d in (m._modules, m._parameters) if d]
         self.empty = [d for d in (*self.places, rule.__dict__) if not d]
         self.keys, self.things = list(_flat(self.full)), list(_flat(map(_values, self.full)))
@@ -125,22 +124,27 @@ class Outlines:
             return [thing for one in ones for thing in getattr(one, name)]
 
         self.full, self.empty, self.things, self.keys = all_of("full"), all_of("empty"), all_of("things"), all_of("keys")
-        self.modules, self.attributes, self.places = all_of("modules"), all_of("attributes"), all_of("places")
-        self.parameters = all_of("parameters")
+        self.modules, self.places, self.parameters = all_of("modules"), all_of("places"), all_of("parameters")
         self.own, self.values, self.kinds = all_of("own"), all_of("values"), all_of("kinds")
         self.around = {kind: found for one in ones for kind, found in one.around.items()}
 
-    def dtypes(self) -> set[torch.dtype]:
-        return set(map(_dtype, self.parameters))
+
+def dtypes_of(glances: Sequence[Glance | None]) -> set[torch.dtype]:
+    """Of all parameters that are seen."""
+    return set(map(_dtype, _flat(glance.outline.parameters for glance in glances if glance is not None)))
 
 
 def _hold(known: Outline | Outlines) -> bool:
-    """Whether all that is known of fns is still so: classes and global names are the same as well."""
+    """Whether all that is known of fns is still so: classes are the same as well."""
+    return _stand(known) and list(map(type, known.modules)) == known.kinds
+
+
+def _stand(known: Outline | Outlines) -> bool:
+    """Whether modules have the same attributes, children and parameters, and their code finds the same around it."""
     return (
-        _stand(known)
-        and list(map(type, known.modules)) == known.kinds
-        and all(map(is_, map(vars, known.modules), known.attributes))
-        and all(map(is_, _flat(map(_dicts, known.attributes)), known.places))
+        _fit(known)
+        and sum(map(len, known.own)) == len(known.values)
+        and all(map(is_, _flat(map(_values, known.own)), known.values))
         and all(
             kind.forward is forward and all(map(is_, map(forward.__globals__.get, names), found))
             for kind, (forward, names, found) in known.around.items()
@@ -148,19 +152,11 @@ def _hold(known: Outline | Outlines) -> bool:
     )
 
 
-def _stand(known: Outline | Outlines) -> bool:
-    """Whether modules have the same attributes, children and parameters."""
-    return (
-        _fit(known)
-        and sum(map(len, known.own)) == len(known.values)
-        and all(map(is_, _flat(map(_values, known.own)), known.values))
-    )
-
-
 def _fit(known: Outline | Outlines) -> bool:
     """Whether modules have the same children and parameters under the same names, no buffers and no hooks."""
     return (
-        list(_flat(known.full)) == known.keys
+        all(map(is_, _flat(map(_dicts, map(vars, known.modules))), known.places))
+        and list(_flat(known.full)) == known.keys
         and all(map(is_, _flat(map(_values, known.full)), known.things))
         and not any(known.empty)
     )
@@ -220,7 +216,7 @@ class Glance:
         outline, count = self.outline, len(self.versions)
         sight = Sight(self.fn, outline.rule, outline.held)
         sight.versions, grads, sight.training = self.versions, self.seen[count : 2 * count], self.seen[2 * count :]
-        sight.hooks = [()] * len(outline.modules)
+        sight.hooks, sight.places = [()] * len(outline.modules), outline.places[1::5]  # see _dicts
         sight.pins, sight.empty, sight.plain = self.pins, outline.none, True
         seen = zip(outline.names, outline.parameters, self.versions, grads, self.pins, strict=True)
         sight.parameters = [(place, name, p, version, grad, pin._cdata) for (place, name), p, version, grad, pin in seen]

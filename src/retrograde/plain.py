@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .held import _STANDARD, Held, globals_of, version_of
+from .held import _STANDARD, Held, bare, globals_of, version_of
 from .modules import Net
 
 _CONTAINERS = (list, dict, set, collections.deque)
@@ -106,6 +106,7 @@ def _drawn_from(value: Any) -> str:
 
 
 def _places(fn: Any) -> Iterator[Place]:
+    fn = bare(fn)
     held = Held(fn)
     names = {id(m): f"{name}." for name, m in fn.named_modules() if name} if isinstance(fn, nn.Module) else {}
     functions: list[types.FunctionType] = []

@@ -56,7 +56,7 @@ class Record:
 
     def sources_again(self, state: Streams) -> list[Any]:
         """The recovered sources in the layout and with the flags that fn saw."""
-        if len(self.leaves) == 1 and isinstance(t := state[self.update.sources[0]], Tensor):
+        if len(self.leaves) == len(self.update.sources) == 1 and isinstance(t := state[self.update.sources[0]], Tensor):
             strides, grad = self.leaves[0]
             if t.stride() != strides:
                 t = with_strides(t, strides)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .generator import both_ends, state_of
+from .held import Around
 
 _autocast_cache, _set_autocast_cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _grad, _set_grad = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -71,9 +72,9 @@ def end_again(then: list[Any], around: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def modules_called() -> Iterator[set[nn.Module]]:
-    """The modules that run inside."""
+    """The modules of the user's that run inside."""
     called: set[nn.Module] = set()
-    handle = register_module_forward_pre_hook(lambda module, _: called.add(module))
+    handle = register_module_forward_pre_hook(lambda module, _: None if isinstance(module, Around) else called.add(module))
     try:
         yield called
     finally:

@@ -24,8 +24,8 @@ class Sight:
     """Made by `of` before the call; `after` completes it."""
 
     __slots__ = (
-        "before", "buffers", "children", "empty", "fn", "held", "hooks", "modules", "parameters", "pins", "plain", "repeatable",
-        "rule", "tensors", "training", "versions",
+        "before", "buffers", "children", "empty", "fn", "held", "hooks", "modules", "parameters", "pins", "places", "plain",
+        "repeatable", "rule", "tensors", "training", "versions",
     )  # fmt: skip
 
     def __init__(self, fn: Any, rule: Any, held: Held):
@@ -35,6 +35,7 @@ class Sight:
         self.children: dict[nn.Module, list[Any]] = {}
         self.empty: list[tuple[dict[str, Any], str]] = []  # slots that hold None
         self.pins: list[Any] = []  # storages of the parameters, so that no other one gets their addresses
+        self.places: list[dict[str, Any]] = []  # where each module has its parameters
         self.training: list[bool] = []
         self.hooks: list[Any] = []
         self.parameters: list[tuple[dict[str, Any], str, Parameter, int, bool, int]] = []
@@ -85,6 +86,7 @@ class Sight:
         made, versions = False, []
         for m in modules:
             slots = m._parameters
+            self.places.append(slots)
             for name, p in slots.items():
                 if type(p) is Parameter or _there(p):
                     version, home = p._version, id(p)
@@ -152,8 +154,11 @@ class Sight:
         modules = self.held.modules
         if not self.plain or self._modules_now() != modules:
             return False
-        for m, training, hooks in zip(modules, self.training, self.hooks, strict=True):  # much is written out here: it is felt
-            if m.training is not training or ((m._forward_hooks or m._forward_pre_hooks or hooks) and hooks != _hooks(m)):
+        # much is written out here: it is felt
+        for m, place, training, hooks in zip(modules, self.places, self.training, self.hooks, strict=True):
+            if m._parameters is not place or m.training is not training:
+                return False
+            if (m._forward_hooks or m._forward_pre_hooks or hooks) and hooks != _hooks(m):
                 return False
         for slots, name, p, version, requires_grad, home in self.parameters:
             if slots.get(name) is not p or p._version != version or p.requires_grad is not requires_grad:
@@ -190,9 +195,11 @@ class Sight:
             gone += [m for m, children in self.children.items() if list(m._modules.items()) != children]
             if gone or not self.held.loose:
                 return f"a part of fn, {type((gone or modules)[0]).__name__},"
-        for module, training, hooks in zip(modules, self.training, self.hooks, strict=True):
+        for module, place, training, hooks in zip(modules, self.places, self.training, self.hooks, strict=True):
             if module not in own:
                 continue
+            if module._parameters is not place and not _same_items(module._parameters, place):
+                return f"the parameters of {type(module).__name__}"
             if module.training is not training:
                 then, now = ("train", "eval") if training else ("eval", "train")
                 return f"the mode of {type(module).__name__} ({then}() in the forward pass, {now}() in backward)"
@@ -277,6 +284,10 @@ NOTHING = Swap()  # there is nothing to put in, as a rule
 def _there(p: Any) -> TypeGuard[Parameter]:
     """A parameter that exists: neither None nor one that a lazy module has yet to make."""
     return p is not None and (type(p) is Parameter or not is_lazy(p))
+
+
+def _same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
 
 
 def _place(slots: dict[str, Any], name: str, t: Any) -> None:

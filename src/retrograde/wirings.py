@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .errors import ProgramError
+from .held import Around
 from .rules import Add, Arguments, Invertible, Momentum, Rule
 from .streams import each
 from .update import Update
@@ -124,12 +125,11 @@ def invertible(
     return [Update(stream, Arguments(forward, inverse), sources, takes, Invertible(forward, inverse))]
 
 
-class OfSum(nn.Module):
+class OfSum(Around):
     """fn of the sum of its inputs."""
 
     def __init__(self, fn: Fn):
-        super().__init__()
-        self.fn = fn
+        super().__init__(fn)
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # what errors call it
 
     @property
