@@ -304,6 +304,7 @@ def test_planted_faults_are_found(kind, where, memory):
     told, detail = FAULTS[kind]
     assert all("test_check.py:" in finding.line for finding in report.findings)
     assert report.ok == harmless(kind, where, memory), str(report)
+    assert bool(report) is report.ok  # `assert rg.check.gradients(net, x)` is what people write
     if not report.ok:
         assert report.first == name, str(report)
         assert detail in report.cause

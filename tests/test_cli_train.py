@@ -2,7 +2,9 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +132,14 @@ def test_policies(tmp_path):
         assert run == pytest.approx(found[0], abs=1e-5)
 
 
+def test_a_sample_does_not_command_the_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("retrograde.cli.sample.load_model", lambda *_: SimpleNamespace(extend=lambda *_: b"a\x1b[2J\tb\x07"))
+    for terminal, text in ((False, "a\x1b[2J\tb\x07\n"), (True, "a\ufffd[2J\tb\ufffd\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
+        assert main(["sample", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == text
+
+
 def test_the_demo(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = "--steps 2 --depth 4 --width 16 --batch 2 --sample 5 --windows 2"
@@ -147,7 +157,7 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nowhere"], "there is no nowhere"),
+        (["nowhere"], "there is no run and no checkpoint at nowhere"),
         ([".", "--bytes", "0"], "--bytes must be 1 or more"),
         ([".", "--temperature", "-1"], "--temperature must be 0 or more"),
         ([".", "--temperature", "nan"], "--temperature must be 0 or more"),

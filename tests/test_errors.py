@@ -161,6 +161,7 @@ BAD_PROGRAMS = {
         lambda: sequence(split="chunk", streams=3)(torch.ones(3, 8)),
         ["size 8 along dim -1", "no three equal parts", "Pad it"],
     ),
+    "idle streams": (lambda: sequence(streams=5), ["5 streams for", "some would never change", "Use fewer"]),
     "one stream": (lambda: sequence(streams=1), ["streams must be a whole number, 2 or more", "got 1"]),
     "no number of streams": (lambda: sequence(streams=True), ["streams must be a whole number", "True"]),
     "one stream in turn": (lambda: rg.wirings.leapfrog([f, g], streams=["a"]), ["two names or more", "['a']"]),

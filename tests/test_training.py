@@ -202,8 +202,10 @@ def test_other_settings_on_resume(tmp_path):
     assert "steps 3 (was 2)" in notes[0]["text"]
     assert "lr 0.001 (was 0.01)" in notes[0]["text"]
     assert "dropout 0.1 (was 0.0)" in notes[0]["text"]
-    with pytest.raises(TrainingError, match="the checkpoint has width 16, this command 32"):
+    with pytest.raises(TrainingError, match="the checkpoint has width 16, this command width 32: give the sizes"):
         train(tiny(tmp_path, steps=3, width=32, resume=True))
+    with pytest.raises(TrainingError, match="the run is at step 3 already, steps 2 are behind it"):
+        train(tiny(tmp_path, steps=2, resume=True))
     with pytest.raises(TrainingError, match="holds a run already"):
         train(tiny(tmp_path, steps=3))
     (tmp_path / "text" / "99.py").write_text("more " * 99)
@@ -286,5 +288,5 @@ def test_checkpoints_from_before_there_were_streams():
     now = settle(device="cpu").plain()
     old = {name: value for name, value in now.items() if name not in ("streams", "dropout")}
     assert differences({**old, "one_stream": False}, now) == differences(old, now) == []
-    with pytest.raises(TrainingError, match="the checkpoint has streams 1, this command 2"):
+    with pytest.raises(TrainingError, match="the checkpoint has streams 1, this command streams 2"):
         differences({**old, "one_stream": True}, now)

@@ -32,6 +32,9 @@ class Report:
     furthest: str | None = None  # … and that update
     notes: list[str] = field(default_factory=list)  # what is no fault, but good to know
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     @property
     def worst(self) -> float:
         return max(self.errors.values(), default=0.0)

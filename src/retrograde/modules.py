@@ -168,6 +168,10 @@ class ReversibleSequence(Net):
         self.blocks = nn.ModuleList(_block(i, block) for i, block in enumerate(blocks))
         if not self.blocks:
             raise ProgramError("no blocks: ReversibleSequence needs at least one (f, g)")
+        if streams > 2 * len(self.blocks):
+            raise ProgramError(
+                f"{streams} streams for {2 * len(self.blocks)} functions: some would never change. Use fewer streams"
+            )
         self.route = route
         self._made_of: Any = None
         self._programs: dict[tuple[str, ...], Program] = {}

@@ -147,7 +147,7 @@ def _gradients(spec: str, given: Given) -> Report:
         place = f" at {at}" if at else ""
         raise Refused(
             f"check {spec}: the net raises {told(error)}{place}, with {given.what()}. See --dim and --shape, or let the "
-            "factory return (net, inputs)"
+            "factory return (net, inputs) or (net, inputs, side)"
         ) from error
 
 

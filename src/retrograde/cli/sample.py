@@ -15,7 +15,7 @@ from ..training.data import END
 from ..training.trained import load_model
 from .given import Refused, at_least, writable
 from .options import Device, File, Text
-from .screen import keep
+from .screen import harmless, keep
 from .train import with_dashes
 
 
@@ -53,5 +53,6 @@ def run(options: Options) -> int:
     text = model.extend(prompt, options.bytes, options.temperature, torch.Generator().manual_seed(options.seed))
     written = text.decode("utf-8", errors="replace")
     if not keep(options.json, {**vars(options), "run": str(options.run), "json": None, "text": written}):
-        sys.stdout.write(options.prompt + written + "\n")
+        shown = options.prompt + written + "\n"
+        sys.stdout.write(harmless(shown) if sys.stdout.isatty() else shown)
     return 0

@@ -31,6 +31,18 @@ def keep(path: Path | None, report: Any) -> bool:
     return False
 
 
+_CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], "\ufffd") | {ord(c): c for c in "\n\t"}
+
+
+def harmless(text: str) -> str:
+    """What a model wrote, without the characters by which it could command a terminal.
+
+    >>> harmless("a\\tb\\x1b[2J")
+    'a\\tb�[2J'
+    """
+    return text.translate(_CONTROLS)
+
+
 def progress() -> Progress:
     """A bar on stderr that is gone when the work is done; nothing at all where stderr is no terminal."""
     where = console(stderr=True)

@@ -22,7 +22,7 @@ from ..training.metrics import read
 from ..training.settings import Settings, settle
 from .given import Refused, at_least, byte_size, picture, writable
 from .options import Arithmetic, Device, File, Flag, Number, Paths, Policy, Real
-from .screen import console, keep
+from .screen import console, harmless, keep
 from .watch import Watch
 
 XZ_LIMIT = 1 << 26  # bytes; a compressor takes a second for each megabyte or two
@@ -198,4 +198,4 @@ def close(settings: Settings, outcome: Outcome, watch: Watch, options: Options) 
     for line in lines:
         screen.print(line, soft_wrap=True)
     if outcome.sample:
-        screen.print(outcome.sample.decode("utf-8", errors="replace"), markup=False, soft_wrap=True)
+        screen.print(harmless(outcome.sample.decode("utf-8", errors="replace")), markup=False, soft_wrap=True)

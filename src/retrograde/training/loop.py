@@ -239,6 +239,8 @@ class Trainer:
             return
         kept = checkpoints.read(found[-1])
         others = differences(kept.settings, self.settings.plain())
+        if kept.step > self.settings.steps:
+            raise TrainingError(f"the run is at step {kept.step} already, steps {self.settings.steps} are behind it")
         if kept.data != self.data.mark:
             raise TrainingError(f"the data is not that of {found[-1]}: files were added, removed or changed in size")
         if kept.tensors is None:

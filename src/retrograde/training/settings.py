@@ -149,7 +149,7 @@ def differences(kept: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What a run goes on with that it did not begin with; another shape is an error."""
     kept = completed(kept)
     names = [field.name for field in fields(Settings) if field.name not in FREE and kept.get(field.name) != now[field.name]]
-    for name in names:
-        if name in SHAPE:
-            raise TrainingError(f"the checkpoint has {name} {kept.get(name)}, this command {now[name]}: they must be the same")
+    if shape := [name for name in names if name in SHAPE]:
+        then, given = (", ".join(f"{name} {all_of.get(name)}" for name in shape) for all_of in (kept, now))
+        raise TrainingError(f"the checkpoint has {then}, this command {given}: give the sizes that the run began with")
     return [f"{name} {now[name]} (was {kept.get(name)})" for name in names]

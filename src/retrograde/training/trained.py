@@ -14,7 +14,7 @@ from .state import put, tensors
 def load_model(path: Path, device: str = "auto") -> Language:
     """The model of a checkpoint, or of the last one in the folder of a run, ready to write."""
     if not path.exists():
-        raise TrainingError(f"there is no {path}")
+        raise TrainingError(f"there is no run and no checkpoint at {path}")
     if (path / "checkpoints").is_dir():
         found = checkpoints.found(path / "checkpoints")
         if not found:
