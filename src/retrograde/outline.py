@@ -136,7 +136,12 @@ def dtypes_of(glances: Sequence[Glance | None]) -> set[torch.dtype]:
 
 def _hold(known: Outline | Outlines) -> bool:
     """Whether all that is known of fns is still so: classes are the same as well."""
-    return _stand(known) and list(map(type, known.modules)) == known.kinds
+    return _stand(known) and list(map(type, known.modules)) == known.kinds and _in_place(known)
+
+
+def _in_place(known: Outline | Outlines) -> bool:
+    """Whether modules have what they have in the same dicts."""
+    return all(map(is_, _flat(map(_dicts, map(vars, known.modules))), known.places))
 
 
 def _stand(known: Outline | Outlines) -> bool:
@@ -145,18 +150,21 @@ def _stand(known: Outline | Outlines) -> bool:
         _fit(known)
         and sum(map(len, known.own)) == len(known.values)
         and all(map(is_, _flat(map(_values, known.own)), known.values))
-        and all(
-            kind.forward is forward and all(map(is_, map(forward.__globals__.get, names), found))
-            for kind, (forward, names, found) in known.around.items()
-        )
+        and (not known.around or _around(known))
     )
+
+
+def _around(known: Outline | Outlines) -> bool:
+    for kind, (forward, names, found) in known.around.items():
+        if kind.forward is not forward or not all(map(is_, map(forward.__globals__.get, names), found)):
+            return False
+    return True
 
 
 def _fit(known: Outline | Outlines) -> bool:
     """Whether modules have the same children and parameters under the same names, no buffers and no hooks."""
     return (
-        all(map(is_, _flat(map(_dicts, map(vars, known.modules))), known.places))
-        and list(_flat(known.full)) == known.keys
+        list(_flat(known.full)) == known.keys
         and all(map(is_, _flat(map(_values, known.full)), known.things))
         and not any(known.empty)
     )
@@ -203,7 +211,7 @@ class Glance:
             return False
         if not all(map(is_, map(_storage, outline.parameters), self.pins)):
             return False
-        return _fit(outline)
+        return _fit(outline) and _in_place(outline)
 
     def difference(self, same: bool = False) -> str | None:
         return None if same else self.whole().difference()
