@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.outline import Glance, Outlines, outline_of
+from retrograde.outline import Glance, Outlines, outline_of, stand
 
 held = None  # what a fn takes from around it
 
@@ -316,6 +316,16 @@ def test_restless_fn_is_seen_as_a_whole(net):
         net.blocks[0].f.scale = 1.0 + step / 8
         assert_as_stored(net)
     assert looked(net) == [False, True, True, True]
+
+
+def test_fn_that_changed_once_is_outlined_again(net):
+    """It is noticed when fn is called; from the next pass on it is known as it is now."""
+    net.blocks[0].f.scale = 3.0
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for _ in range(2):
+        gradients(net, "reverse", x)
+    assert all(map(stand, net._program.outlines.ones))
+    assert not net._program.outlines.broken
 
 
 def test_what_has_no_outline():

@@ -43,7 +43,7 @@ class Ahead:
         self.lent: Any = None  # in use on both streams …
         self.used: Any = None  # … and since the last time
 
-    def start(self, walk: Walk, again: Callable[[Walk, int], list[Tensor | None]]) -> list[Tensor | None]:
+    def start(self, walk: Walk, again: Callable[[Walk], list[Tensor | None]]) -> list[Tensor | None]:
         """Run the next update again, from where the walk stands; the walk itself stays there. Returns what fn saves."""
         self.main = self.module.current_stream(self.device)
         self.stream.wait_stream(self.main)
@@ -51,7 +51,7 @@ class Ahead:
         further = Walk(dict(walk.state), walk.side, walk.at, walk.thread)
         further.marks = walk.marks
         with self.module.stream(self.stream):
-            values = again(further, walk.at - 1)
+            values = again(further)
         self.done = further, values
         return values
 
@@ -62,7 +62,7 @@ class Ahead:
         self.main = self.module.current_stream(self.device)
         self.main.wait_stream(self.stream)
         self.done, self.used, self.lent = None, (self.used, self.lent), (walk.state, list(values))
-        walk.state, walk.at, walk.marks = further.state, further.at, further.marks
+        walk.state, walk.at, walk.marks, walk.versions = further.state, further.at, further.marks, further.versions
         return values
 
     def leave(self) -> None:

@@ -20,17 +20,22 @@ observer: Callable[..., None] | None = None  # rg.check looks over the engine's 
 entering: Callable[..., None] | None = None  # … and before it
 
 
+def watched() -> bool:
+    return observer is not None
+
+
 def sources_of(update: Update, state: Streams) -> list[Any]:
     """What fn reads; a stream that it reads twice is one and the same."""
     if len(update.sources) == 1:
-        return [read(state[update.sources[0]])]
+        value = state[update.sources[0]]
+        return [value if type(value) is Tensor else read(value)]
     seen = {name: read(state[name]) for name in update.sources}
     return [seen[name] for name in update.sources]
 
 
 def call(index: int, update: Update, state: Streams, sources: list[Any], side: Mapping[str, Any], mode: Any = None) -> Any:
     """fn's output, under a mode if one is given; the streams and the side inputs are as they were, or it is an error."""
-    kwargs = update.side_inputs(side) if update.takes else {}
+    kwargs = update.side_inputs(side) if side and update.takes else {}
     own: list[Any] = [*sources, *state.values(), *kwargs.values()]
     try:
         versions = list(map(_version, own))

@@ -14,7 +14,7 @@ from . import errors
 from .call import Streams
 from .capture import capturing
 from .held import TELLING_NOTHING, Held, version_of
-from .outline import Glance
+from .outline import Glance, Outline
 from .replay import Draws, generators, modes
 from .sight import Sight
 
@@ -38,7 +38,8 @@ class Context:
         self.modes = modes()
         self.capturing = capturing()
         self.draws = Draws([g for g in generators(flat) if not (self.capturing and g.device.type == "cuda")])
-        self.glances: list[Glance | None] = []  # one for each update of the program
+        self.glances: list[Glance | None] = []  # one for each update of the program …
+        self.broken: list[Outline] = []  # … and outlines that turn out not to stand any more
         self.sights: list[Glance | Sight] = []  # of the updates that have run
         self.known: list[list[Any]] = []  # what fns have saved, the last kinds: most are like one that came before
 
@@ -72,7 +73,7 @@ class Context:
         there = {id(t) for t in self._inside()}
         self.beside = [(weakref.ref(t), version_of(t)) for t in self.inside if id(t) in there]
         self.inside = []
-        self.side, self.tensors, self.glances, self.sights = {}, [], [], []
+        self.side, self.tensors, self.glances, self.broken, self.sights = {}, [], [], [], []
 
     def side_again(self, saved: Iterable[Tensor]) -> Streams:
         if self.side_spec is None:

@@ -112,7 +112,7 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
         state[name] = carried(state[name], ledger, exact[name])
     with _no_cast_cache(), _all_or_nothing(side, needed, wary=arithmetic == "auto") as context:
         if context is not None:
-            context.glances = glances
+            context.glances, context.broken = glances, program.outlines.broken
         start, plain = 0, False
         for kind, count, limit in stretches:
             plain = _STRETCH[kind](program, range(start, start + count), state, side, context, limit)

@@ -91,6 +91,7 @@ class Outlines:
 
     def __init__(self) -> None:
         self.ones: list[Outline | None] = []
+        self.broken: list[Outline] = []  # those that did not stand any more when their fn was called
         self.passes = 0
 
     def look(self, updates: Sequence[Any]) -> list[Glance | None]:
@@ -101,18 +102,19 @@ class Outlines:
     def _look(self, updates: Sequence[Any]) -> list[Glance | None]:
         self.passes += 1
         anew = self.passes & (self.passes - 1) == 0  # 1, 2, 4, 8, …: lazy modules are made now, and hooks may be gone
-        if anew or not _hold(self):
+        if anew or self.broken or not _known(self):
             self.ones = [self._renewed(one, update, anew) for one, update in zip_longest(self.ones, updates)]
             self._gather()
+            self.broken.clear()
         versions = map(_version, self.parameters)
         pairs = zip(self.ones, updates, strict=True)
         return [one and Glance(update.fn, one, list(islice(versions, len(one.parameters)))) for one, update in pairs]
 
     def _renewed(self, one: Outline | None, update: Any, anew: bool) -> Outline | None:
         """One that is new in every pass is better seen as a whole."""
-        if one is not None and _hold(one):
+        if one is not None and _known(one) and stand(one):
             return one
-        if not anew and (one is None or one.born == self.passes - 1):
+        if not anew and (one is None or one.born >= self.passes - 2):  # one pass may go by before it is noticed
             return None
         return outline_of(update.fn, update.rule, self.passes)
 
@@ -134,9 +136,10 @@ def dtypes_of(glances: Sequence[Glance | None]) -> set[torch.dtype]:
     return set(map(_dtype, _flat(glance.outline.parameters for glance in glances if glance is not None)))
 
 
-def _hold(known: Outline | Outlines) -> bool:
-    """Whether all that is known of fns is still so: classes are the same as well."""
-    return _stand(known) and list(map(type, known.modules)) == known.kinds and _in_place(known)
+def _known(known: Outline | Outlines) -> bool:
+    """Whether the modules are of the same classes, with the same children and parameters, and have them in the same dicts."""
+    same = all(map(is_, _flat(map(_values, known.full)), known.things))
+    return same and list(map(type, known.modules)) == known.kinds and _in_place(known)
 
 
 def _in_place(known: Outline | Outlines) -> bool:
@@ -144,7 +147,7 @@ def _in_place(known: Outline | Outlines) -> bool:
     return all(map(is_, _flat(map(_dicts, map(vars, known.modules))), known.places))
 
 
-def _stand(known: Outline | Outlines) -> bool:
+def stand(known: Outline | Outlines) -> bool:
     """Whether modules have the same attributes, children and parameters, and their code finds the same around it."""
     return (
         _fit(known)
@@ -174,7 +177,8 @@ class Glance:
     """What one call of fn saw, in the place of a `Sight`: made before the pass, and completed after the call."""
 
     __slots__ = ("fn", "outline", "pins", "seen", "versions")
-    repeatable = True
+    repeatable, loose = True, False
+    told = True  # `same` tells all
 
     def __init__(self, fn: Any, outline: Outline, versions: list[int]):
         self.fn, self.outline = fn, outline
@@ -183,10 +187,6 @@ class Glance:
     @property
     def held(self) -> Held:
         return self.outline.held
-
-    def holds(self) -> bool:
-        """Before the call: whether no update before it in the pass has changed what fn is made of."""
-        return _stand(self.outline)
 
     def after(self, called: set[nn.Module] | None, saved: list[Tensor]) -> Glance | Sight:
         """As `Sight.after`; a `Sight`, if fn itself has changed something."""

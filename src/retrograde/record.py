@@ -128,6 +128,7 @@ def left_behind(record: Record) -> errors.ReplayError:
     )
 
 
+version = attrgetter("_version")
 look = attrgetter("shape", "dtype", "device", "_version")
 
 

@@ -23,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -32,21 +33,25 @@ from torch import Tensor
 from . import errors
 from .ahead import Ahead, lane_on
 from .arithmetic import SIXTEEN
-from .call import Streams, apply, call, fitting, observe, sources_of, undo
-from .capture import Drawn, DrawnAgain
+from .call import Streams, apply, call, fitting, observe, sources_of
+from .capture import Drawn
 from .context import Context
 from .exact import Exact
-from .forms import use_lean
+from .forms import Forms, use_lean
 from .held import version_of
+from .keep import keep, vault
+from .outline import stand
 from .purse import Purse
-from .record import Record, check_captured, describe, difference_of, look, no_reader, packer, reader
-from .replay import begin_again, end_again, modules_called
+from .record import Record, describe, packer
+from .replay import modules_called
+from .second import again, unchanged, versions_of
 from .sight import Sight
 from .streams import detached, each, flatten, tensors, unflatten
 from .update import Update
 from .walks import Walk, enrol, retire
 
-_version, _at_end = attrgetter("_version"), itemgetter(3)
+_at_end, _meta = itemgetter(3), attrgetter("meta")
+_target, _sources = attrgetter("update.target"), attrgetter("update.sources")
 _task = torch._C._current_graph_task_id
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
@@ -55,48 +60,9 @@ _PATIENCE = 600.0  # seconds
 _LOCK = threading.RLock()  # one second run at a time: random states and the slots of modules belong to the whole process
 
 
-class Vault(torch.autograd.Function):
-    """A node that does nothing but have autograd keep `saved`; alive as long as what it returns."""
-
-    @staticmethod
-    def forward(ctx: Any, anything: Tensor, saved: list[Tensor]) -> Tensor:
-        ctx.save_for_backward(*saved)
-        return anything.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[None, None]:
-        return None, None
-
-
-class Keep(torch.autograd.Function):
-    """The identity, on each output of a run: keeps the vault alive and starts the walk in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, vault: tuple[Tensor], t: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.run, ctx.vault = run, vault  # in a tuple, so that the vault is no input: no gradient goes there
-        return t.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if _task() not in ctx.run.walks:
-            ctx.run.begin(ctx.run.top())
-        if not _keep_graph():
-            ctx.vault = None  # as autograd lets go of what a node has saved
-        return None, None, grad
-
-
 def sharded(record: Record) -> bool:
     """By FSDP: parameters are gathered for the gradients of one module at a time, and nothing may run ahead."""
     return any(hasattr(type(module), "_get_fsdp_state") for module in record.sight.held.modules)
-
-
-def versions_of(state: Streams) -> list[int]:
-    """Tells whether a stream was edited in place."""
-    try:
-        return list(map(_version, state.values()))
-    except (AttributeError, RuntimeError):  # trees of tensors have none, nor have inference tensors
-        return [version_of(t) for value in state.values() for t in tensors(value)]
 
 
 class Run:
@@ -130,12 +96,17 @@ class Run:
         sources = sources_of(update, state)
         record = Record(index, len(self.records), update)
         sight = context.glances[index]
-        if sight is None or not sight.holds():
+        if sight is None or not stand(sight.outline):
+            if sight is not None:
+                context.broken.append(sight.outline)
             sight = Sight.of(update.fn, rule)
             if sight.held.generators:
                 context.draws.follow(sight.held.generators)
         context.sights.append(sight)
-        record.leaves = [(t.stride(), t.requires_grad) for value in sources for t in tensors(value)]
+        if len(sources) == 1 and isinstance(t := sources[0], Tensor):  # as a rule
+            record.leaves = [(t.stride(), t.requires_grad)]
+        else:
+            record.leaves = [(t.stride(), t.requires_grad) for value in sources for t in tensors(value)]
         record.target_leaves = [(t.stride(), t.requires_grad) for t in tensors(target)] if rule.saves else []
         live: list[Tensor] = []
         versions: list[int] = []
@@ -145,12 +116,12 @@ class Run:
             pack = self.purse.watching(pack, [*sight.held.own_tensors(), *context.tensors])
         self.live = live
         record.lean = self.lean
-        form = use_lean(self.lean)  # a program may be inside of a fn in the other form
+        form = Forms.made and use_lean(self.lean)  # a program may be inside of a fn in the other form
         try:
             _push_hooks(pack, self.unpacker(record))
             try:
                 called = None
-                if sight.held.loose:
+                if sight.loose:
                     with modules_called() as called:
                         out, applied = self.first(record, state, sources, target, drawn)
                 else:
@@ -167,7 +138,8 @@ class Run:
         finally:
             live.clear()  # the graph holds on to the hook, and these hold on to the graph
             self.live = None
-            use_lean(form)
+            if Forms.made:
+                use_lean(form)
         record.given = drawn if drawn is not None and drawn.kept else None
         self.records.append(record)
         if self.keeps_sources:
@@ -197,8 +169,8 @@ class Run:
         return out, applied
 
     def keep_finals(self, state: Streams) -> None:
-        touched = dict.fromkeys(name for r in self.records for name in (*r.update.sources, r.update.target))
-        targets = dict.fromkeys(r.update.target for r in self.records)
+        targets = dict.fromkeys(map(_target, self.records))
+        touched = {**targets, **dict.fromkeys(chain.from_iterable(map(_sources, self.records)))}
         if self.context.wary:
             self.warn_of_sixteen_bits([name for name in targets if not isinstance(state[name], Exact)])
         behind = self.keep({name: state[name] for name in touched})
@@ -215,7 +187,8 @@ class Run:
 
     def metas(self) -> Iterable[list[Any]]:
         """What updates have saved; most saved the same, and share one list."""
-        return {id(record.meta): record.meta for record in self.records}.values()
+        metas = list(map(_meta, self.records))
+        return dict(zip(map(id, metas), metas, strict=True)).values()
 
     def keep(self, saved: Streams) -> Callable[[Any], Any]:
         """Give `saved` and the side inputs to autograd; returns what puts a leaf behind the node that keeps them."""
@@ -234,10 +207,10 @@ class Run:
             own = [t for t in tensors(value) if not t.is_inference()]
             self.watched += [(f"the side input {name!r}", weakref.ref(t), t._version) for t in own]
         kept += self.context.tensors
-        vault = Vault.apply(torch.empty(0, requires_grad=True), kept)
-        self.vault = weakref.ref(vault)
+        kept_by = vault(kept)
+        self.vault = weakref.ref(kept_by)
         # a node for each leaf: a loss on one of them does not reach into the others
-        return lambda t: Keep.apply(self, (vault,), t) if isinstance(t, Tensor) and t.requires_grad else t
+        return lambda t: keep(self, (kept_by,), t) if isinstance(t, Tensor) and t.requires_grad else t
 
     # backward
 
@@ -323,16 +296,20 @@ class Run:
                 walk = self.another(number)
             elif walk.versions is not None and walk.versions != versions_of(walk.state):
                 raise errors.edited_in_backward((walk.filled or record).where)
-            walk.clear()
+            if walk.filled is not None:
+                walk.clear()
             if not self.scattered:
                 retire(walk)
             try:
-                record.ready = self.down(walk, number)
+                next_one = self.lane is None and walk.at == number + 1
+                record.ready = again(walk, record, self.context) if next_one else self.down(walk, number)
             except BaseException:
                 self.walks.pop(_task(), None)
                 walk.leave()
                 raise
-            walk.filled, walk.versions = record, versions_of(walk.state)
+            walk.filled = record
+            if walk.versions is None:
+                walk.versions = versions_of(walk.state)
             walk.finished = number == self.lowest
             return record.ready
         finally:
@@ -344,34 +321,24 @@ class Run:
         if ahead is not None and ahead.done is not None and number < walk.at:
             values = ahead.join(walk)
             record = self.records[walk.at]
-            self.unchanged(record, walk)  # while it ran: the optimizer may step inside backward
+            unchanged(walk, record, self.context)  # while it ran: the optimizer may step inside backward
             if ahead.versions != [t if t is None else t._version for t in values]:
                 raise errors.changed_since(record.where, "a tensor that fn holds on to")
         if values is None or walk.at != number:
             while walk.at > number + 1:
-                self.again(walk, walk.at - 1)
-            values = self.again(walk, number)
-        if self.lane is not None and number > self.lowest and self.records[number - 1].values is None:
+                again(walk, self.records[walk.at - 1], self.context)
+            values = again(walk, self.records[number], self.context)
+        below = self.records[number - 1]
+        if self.lane is not None and number > self.lowest and below.values is None:
             if ahead is None:
                 walk.ahead = ahead = Ahead(self.lane)
             if ahead.done is None:
                 try:
-                    found = ahead.start(walk, self.again)
+                    found = ahead.start(walk, partial(again, record=below, context=self.context))
                     ahead.versions = [t if t is None else t._version for t in found]
                 except Exception:  # told when that update is asked for, if it ever is
                     ahead.leave()
         return values
-
-    def unchanged(self, record: Record, walk: Walk) -> bool:
-        """What fn saw of its modules and side inputs is as it was, or it is an error; whether that was plain at a glance."""
-        same = record.sight.same()
-        if difference := record.sight.difference(same):
-            raise errors.changed_since(record.where, difference)
-        if self.context.beside and self.context.inside_changed():
-            raise errors.changed_since(record.where, "a tensor inside of a side input")
-        if walk.side and walk.edited(record.update.side_inputs(walk.side)):
-            raise errors.edited_side_input(record.where)
-        return same
 
     def another(self, number: int) -> Walk:
         """A new walk from the top; or, where that is gone, from where one of an enclosing backward stands."""
@@ -382,115 +349,3 @@ class Run:
                 if other.state and other.at >= number:
                     return self.entered(Walk(dict(other.state), other.side, other.at, self.thread), [])
             raise
-
-    def stored(self, walk: Walk, record: Record) -> list[Tensor | None]:
-        """An update that needs no second run."""
-        values: list[Any] = record.values or []
-        for j, (t, (shape, _, _, version)) in enumerate(zip(values, record.meta, strict=True)):
-            if t._version != version and j not in record.stale:
-                what = record.sight.difference() or f"a tensor of shape {tuple(shape)} that fn holds on to"
-                raise errors.changed_since(record.where, what)
-        if not self.keeps_sources:
-            walk.state[record.update.target] = record.before
-        walk.at = record.number
-        if record.sight.repeatable and not _keep_graph():
-            record.values = record.before = None  # the walk has them now; asked for again, fn runs again
-        return [None if j in record.stale else t for j, t in enumerate(values)]
-
-    def again(self, walk: Walk, number: int) -> list[Tensor | None]:
-        """The second run of an update: collects what fn saves, and undoes the update unless that is done."""
-        record = self.records[number]
-        if record.values is not None:
-            return self.stored(walk, record)
-        before, after = record.drawn
-        numbered, rule = record.numbered, record.update.rule
-        # Most fns draw nothing, and most find the generators as the last second run has left them. Then a look at them
-        # afterwards is enough: if they have moved, fn runs once more, from the states that it found at first.
-        calm = before is after and before is walk.marks and not rule.saves
-        at, target = walk.at, walk.state.get(record.update.target)
-        try:
-            values = self.second(walk, record, calm)
-        except errors.ReplayError:
-            if record.numbered is numbered:
-                raise
-            values = None
-        if values is None or record.numbered is not numbered:
-            walk.at, walk.state[record.update.target] = at, target
-            try:
-                values = self.second(walk, record, False)
-            except errors.ReplayError:
-                if calm:
-                    self.context.draws.put_back(before)  # it was fn that drew
-                raise
-        return values  # type: ignore[return-value]
-
-    def second(self, walk: Walk, record: Record, calm: bool) -> list[Tensor | None] | None:
-        """One more run of fn. None if it was thought that nobody draws random numbers, and somebody did."""
-        context, state, number = self.context, walk.state, record.number
-        update, rule = record.update, record.update.rule
-        same, difference = self.unchanged(record, walk), None
-        before = state.get(update.target)
-        store: list[Any] = []
-        around = begin_again(context.modes, walk)
-        try:
-            swap = record.sight.again(same)
-            drawn_before, drawn_after = record.drawn
-            present = drawn_before if calm else context.draws.again(drawn_before)
-            record.running = True
-            form = use_lean(record.lean)
-            try:
-                sources = record.sources_again(state)
-                if record.numbered:
-                    _push_hooks(packer(store, []), reader(store, record))
-                else:
-                    _push_hooks(store.append, no_reader(record))
-                try:
-                    given = None if record.given is None else DrawnAgain(record.given, record.where)
-                    out = call(record.index, update, state, sources, walk.side, given)
-                    if walk.at > number:
-                        if why := rule.mismatch(before, out):
-                            raise errors.other_path(record.where, why)
-                        apart = swap.apart() if rule.saves and swap.out else None  # what undo does to buffers, apply must not see
-                        torch._C._set_grad_enabled(False)
-                        before = undo(record.index, update, before, out) if record.kept is None else record.kept
-                        torch._C._set_grad_enabled(True)  # after an error, `end_again` sees to it
-                        if apart is not None:
-                            apart.undo()
-                        state[update.target] = before
-                        walk.at = number
-                    if rule.saves:
-                        observe(record.index, update, [*sources, before], out)
-                        apply(record.index, update, record.target_again(before), out)
-                finally:
-                    _pop_hooks()
-                moved = calm and context.draws.moved(drawn_before)
-            except BaseException:
-                context.draws.settle(drawn_after, present)
-                raise
-            finally:
-                record.running = False
-                use_lean(form)
-                if swap.out:
-                    swap.undo()
-                values = list(store)
-                store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
-            if moved:
-                walk.marks = None
-                return None
-            if not calm:
-                difference = context.draws.settle(drawn_after, present)
-                walk.marks = drawn_before if present == drawn_before else None
-        finally:
-            end_again(context.modes, around)
-        now = list(map(look, values))
-        if now != record.meta:
-            difference = difference or difference_of(record.meta, now)
-        if swap.clamped:
-            difference = difference or swap.difference()
-        if difference:
-            raise errors.other_path(record.where, difference)
-        if now != record.meta:
-            check_captured(record, [sources, walk.side, swap.put_in], values, now)
-        for j in record.stale:
-            values[j] = None  # asked for, it is an error
-        return values

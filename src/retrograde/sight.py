@@ -24,12 +24,14 @@ class Sight:
     """Made by `of` before the call; `after` completes it."""
 
     __slots__ = (
-        "before", "buffers", "children", "empty", "fn", "held", "hooks", "modules", "parameters", "pins", "places", "plain",
-        "repeatable", "rule", "tensors", "training", "versions",
+        "before", "buffers", "children", "empty", "fn", "held", "hooks", "loose", "modules", "parameters", "pins", "places",
+        "plain", "repeatable", "rule", "tensors", "training", "versions",
     )  # fmt: skip
+    told = False  # `same` does not tell all: there may be buffers, and other tensors
 
     def __init__(self, fn: Any, rule: Any, held: Held):
         self.fn, self.rule, self.held = fn, rule, held
+        self.loose = held.loose
         self.modules = held.modules  # those that must be as they were
         self.tensors: list[tuple[Tensor, int]] = []
         self.children: dict[nn.Module, list[Any]] = {}

@@ -55,12 +55,16 @@ class Walk:
 # - a walk that has given away all of its lowest update is done with when another begins (but not before: a Function may read its
 #   saved tensors twice), and
 # - when a walk goes on to another update, the walks that began since the last one were inside of that one, and are done with.
-_LOCAL = threading.local()
+class _Local(threading.local):
+    begun: list[tuple[int, weakref.ref[Walk]]] = []  # of no thread: each makes its own  # noqa: RUF012
+
+
+_LOCAL = _Local()
 _COUNT = itertools.count(1)
 
 
 def enrol(walk: Walk) -> None:
-    begun = [(number, ref) for number, ref in getattr(_LOCAL, "begun", ()) if not _done_with(ref())]
+    begun = [(number, ref) for number, ref in _LOCAL.begun if not _done_with(ref())]
     _LOCAL.begun = [*begun, (next(_COUNT), weakref.ref(walk))]
 
 
@@ -71,8 +75,8 @@ def _done_with(walk: Walk | None) -> bool:
 
 
 def retire(walk: Walk) -> None:
-    begun: list[tuple[int, weakref.ref[Walk]]] = getattr(_LOCAL, "begun", [])
-    while walk.asked and begun and begun[-1][0] > walk.asked:
+    begun, asked = _LOCAL.begun, walk.asked
+    while asked and begun and begun[-1][0] > asked:
         inner = begun.pop()[1]()
         if inner is not None and inner.thread == walk.thread:
             inner.leave()

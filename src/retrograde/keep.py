@@ -1,0 +1,52 @@
+"""The nodes of autograd's graph that keep the final streams and start the walk back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_task = torch._C._current_graph_task_id
+_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+
+
+class Vault(torch.autograd.Function):
+    """A node that does nothing but have autograd keep `saved`; alive as long as what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, anything: Tensor, saved: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(*saved)
+        return anything.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[None, None]:
+        return None, None
+
+
+class Keep(torch.autograd.Function):
+    """The identity, on each output of a run: keeps the vault alive and starts the walk in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, vault: tuple[Tensor], t: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.run, ctx.vault = run, vault  # in a tuple, so that the vault is no input: no gradient goes there
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if _task() not in ctx.run.walks:
+            ctx.run.begin(ctx.run.top())
+        if not _keep_graph():
+            ctx.vault = None  # as autograd lets go of what a node has saved
+        return None, None, grad
+
+
+# What `apply` itself calls when it has found that no transform is around: here none ever is.
+_vault = super(torch.autograd.Function, Vault).apply  # type: ignore[attr-defined]
+keep = super(torch.autograd.Function, Keep).apply  # type: ignore[attr-defined]
+
+
+def vault(saved: list[Tensor]) -> Tensor:
+    """A tensor that keeps these alive, as autograd's saved tensors."""
+    return _vault(torch.empty(0, requires_grad=True), saved)

@@ -1,0 +1,351 @@
+"""The short form of a second run (second.py): it is the one that usual nets take, and whatever is unusual leaves it in time."""
+
+import collections
+
+import pytest
+import torch
+from support import WIDTH, Attend, assert_same, draw, gradients, loss_of, mlps, parameters, rg
+from torch import nn
+
+from retrograde import second
+
+LOG = []  # of runs, around the fns: one that held a list would have no outline
+
+
+class Fn(nn.Module):
+    """Writes down its runs, and does something else in some of them: `unusual` is a name, which tells nothing."""
+
+    def __init__(self, name, unusual="nothing"):
+        super().__init__()
+        self.inner, self.name, self.unusual = nn.Linear(WIDTH, WIDTH).double(), name, unusual
+
+    def forward(self, x, shift=None):
+        LOG.append(f"{self.name} again" if rg.replaying() else self.name)
+        unusual = self.unusual if rg.replaying() else "nothing"
+        x = x[:1].square().expand(x.shape) if unusual == "saves others" else x.square()
+        y = self.inner(UNUSUAL.get(unusual, UNUSUAL["nothing"])(x)).sigmoid()
+        if unusual == "edits":
+            y.detach().mul_(2)
+        return y[:1] if unusual == "returns others" else y if shift is None else y + shift
+
+
+def inner_gradient(x):
+    with torch.enable_grad():
+        inside = x.detach().requires_grad_()
+        return x + 0 * torch.autograd.grad(inside.pow(3).sum(), inside)[0]
+
+
+def failing(_):
+    raise ValueError("not again")
+
+
+UNUSUAL = {
+    "nothing": lambda x: x,
+    "draws": lambda x: x + 0 * torch.rand(()),
+    "saves more": lambda x: x.exp().log(),
+    "fails": failing,
+    "gradient": inner_gradient,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    LOG.clear()
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """How often a second run went the short way, left it, and went the long way."""
+    count = collections.Counter()
+    quickly, at_length = second._quickly, second._at_length
+
+    def short(*args):
+        values = quickly(*args)
+        count["short" if values is not None else "left"] += 1
+        return values
+
+    def long(*args):
+        count["long"] += 1
+        return at_length(*args)
+
+    monkeypatch.setattr(second, "_quickly", short)
+    monkeypatch.setattr(second, "_at_length", long)
+    return count
+
+
+def pairs(fns, **takes):
+    return [rg.Update("ab"[i % 2], fn, "ba"[i % 2], **takes) for i, fn in enumerate(fns)]
+
+
+def agree(updates, streams, side=None, memory="reverse", **how):
+    """Gradients of parameters, streams and side inputs, against store."""
+    side = side or {}
+    given = [t for t in (*streams.values(), *side.values()) if t.requires_grad]
+    wanted = [*parameters(u.fn for u in updates), *given]
+
+    def found(policy):
+        return gradients(lambda: rg.run(updates, streams, side, memory=policy, **how), wanted)
+
+    assert_same(found(memory), found("store"))
+
+
+STREAMS = {
+    "tensors": lambda: {"a": draw(), "b": draw()},
+    "edited before": lambda: {"a": draw(grad=False).add_(1).requires_grad_(), "b": draw(grad=False).add_(1).requires_grad_()},
+    "without grad": lambda: {"a": draw(grad=False), "b": draw()},
+    "strided": lambda: {"a": draw(2, 3, WIDTH), "b": draw(2, WIDTH, 3).transpose(1, 2).detach().requires_grad_()},
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_usual_nets_take_the_short_way_once_for_each_update(kind, ways):
+    """The first second run of a walk looks at all there is to look at; the others need not."""
+    fns = [Fn(f"f{i}") for i in range(6)]
+    streams = STREAMS[kind]()
+    loss_of(rg.run(pairs(fns), streams)).backward()
+    names = [f"f{i}" for i in range(6)]
+    assert [*names, *(f"{name} again" for name in reversed(names))] == LOG
+    assert ways == {"short": 5, "long": 1}
+    agree(pairs(fns), streams)
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "exact"])
+@pytest.mark.parametrize("memory", ["reverse", "overlap", rg.Anchor(4)], ids=str)
+def test_short_way_under_policies_and_arithmetics(arithmetic, memory, ways):
+    agree(pairs(mlps(7)), STREAMS["tensors"](), memory=memory, arithmetic=arithmetic)
+    assert ways["short"] >= 5
+    assert not ways["left"]
+
+
+def test_short_way_with_side_inputs(ways):
+    side = {"context": draw(4, WIDTH), "mask": torch.rand(3, 4) > 0.3}
+    agree(pairs([Attend() for _ in range(6)], takes=rg.ALL), STREAMS["tensors"](), side)
+    assert ways == {"short": 5, "long": 1}
+
+
+def test_short_way_over_trees(ways):
+    class Leaves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH).double()
+
+        def forward(self, x):
+            return {"q": self.inner(x["p"]).tanh(), "p": self.inner(x["q"]).sin()}
+
+    fns = [Leaves() for _ in range(5)]
+    first = {name: {"p": draw(), "q": draw()} for name in "ab"}
+    wanted = [*parameters(fns), *(t for tree in first.values() for t in tree.values())]
+    found = [gradients(lambda p=policy: rg.run(pairs(fns), first, memory=p), wanted) for policy in ("reverse", "store")]
+    assert_same(*found)
+    assert ways == {"short": 4, "long": 1}
+
+
+def test_fns_that_draw_go_the_long_way(ways):
+    agree(pairs(mlps(6, dropout=0.5)), STREAMS["tensors"]())
+    assert ways == {"long": 6}
+
+
+TOLD = {
+    "draws": "it drew other random numbers",
+    "saves more": "it saved [0-9]+ tensors for its gradient",
+    "saves others": r"it saved a tensor of shape \(1, 6\)",
+    "returns others": r"fn returned shape \(1, 6\)",
+    "edits": "a tensor of shape .* that fn holds on to was changed",
+}
+
+
+@pytest.mark.parametrize("unusual", TOLD)
+def test_other_than_the_first_time(unusual, ways):
+    """It is found on the short way and told on the long one; nothing is left behind."""
+    fns = [Fn("f0"), Fn("f1", unusual), Fn("f2"), Fn("f3")]
+    loss = loss_of(rg.run(pairs(fns), STREAMS["tensors"]()))
+    state = torch.get_rng_state()
+    with pytest.raises(rg.ReplayError, match=rf"(?s)update 1: b \+= Fn\(a\).*({TOLD[unusual]})"):
+        loss.backward()
+    assert ways == {"long": 2, "short": 1, "left": 1}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+    assert torch.is_autocast_cache_enabled()
+    assert not rg.replaying()
+
+
+def test_failing_the_second_time():
+    fns = [Fn("f0"), Fn("f1", "fails"), Fn("f2"), Fn("f3")]
+    loss = loss_of(rg.run(pairs(fns), STREAMS["tensors"]()))
+    with pytest.raises(ValueError, match="not again") as caught:
+        loss.backward()
+    assert caught.value.__notes__ == ["raised by fn in update 1: b += Fn(a)"]
+    assert not rg.replaying()
+
+
+def test_gradients_inside_of_fn_the_second_time_alone():
+    """It saves more than before, and this is told, not that it asked for what it had saved."""
+    fns = [Fn("f0"), Fn("f1", "gradient"), Fn("f2"), Fn("f3")]
+    loss = loss_of(rg.run(pairs(fns), STREAMS["tensors"]()))
+    with pytest.raises(rg.ReplayError, match=r"update 1.*it saved [0-9]+ tensors for its gradient"):
+        loss.backward()
+
+
+class Editing(nn.Module):
+    """Edits what it is given, when it is run again."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.inner, self.what = nn.Linear(WIDTH, WIDTH).double(), what
+
+    def forward(self, x, side=None):
+        if rg.replaying():
+            with torch.no_grad():
+                (x if self.what == "source" else side).add_(1)
+        return self.inner(x).sin()
+
+
+@pytest.mark.parametrize(("what", "told"), [("source", "its source 'a'"), ("side", "side input")])
+def test_edits_the_second_time_alone(what, told):
+    fns = [mlps(1)[0], Editing(what), mlps(1)[0], mlps(1)[0]]
+    updates = pairs(fns)
+    updates[1] = rg.Update("b", fns[1], "a", takes="side")
+    loss = loss_of(rg.run(updates, STREAMS["tensors"](), {"side": draw(grad=False)}))
+    with pytest.raises(rg.RetrogradeError, match=rf"(?s)update 1.*{told}"):
+        loss.backward()
+
+
+def edited_parameter(fn, _):
+    with torch.no_grad():
+        fn.inner.bias.add_(1)
+
+
+def edited_side_input(_, side):
+    side.add_(1)
+
+
+@pytest.mark.parametrize(("change", "told"), [(edited_parameter, "the parameter 'bias'"), (edited_side_input, "a side input")])
+def test_changed_in_the_middle_of_backward(change, told):
+    """By a hook, when the walk is on its way."""
+    fns = [Fn(f"f{i}") for i in range(6)]
+    side = draw(grad=False)
+    loss = loss_of(rg.run(pairs(fns, takes={"shift": "side"}), STREAMS["tensors"](), {"side": side}))
+    fns[3].inner.weight.register_post_accumulate_grad_hook(lambda _: change(fns[1], side))
+    with pytest.raises(rg.ReplayError, match=told):
+        loss.backward()
+
+
+class Box:
+    """A side input that is no tensor, and holds one."""
+
+    def __init__(self, t):
+        self.t = t
+
+
+class Opens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x, box):
+        return self.inner(x).sin() + box.t
+
+
+def test_tensor_inside_of_a_side_input_edited_in_the_middle_of_backward():
+    fns, box = [Opens() for _ in range(6)], Box(draw(grad=False))
+    loss = loss_of(rg.run(pairs(fns, takes="box"), STREAMS["tensors"](), {"box": box}))
+
+    def edit(_):
+        box.t.add_(1)
+
+    fns[3].inner.weight.register_post_accumulate_grad_hook(edit)
+    with pytest.raises(rg.ReplayError, match="a tensor inside of a side input"):
+        loss.backward()
+
+
+class Differentiates(nn.Module):
+    """Calls autograd itself, both times."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x):
+        LOG.append("d")
+        return self.inner(inner_gradient(x)).sin()
+
+
+class Scale(rg.Rule):
+    """Saves for its gradient, and has no attributes."""
+
+    def apply(self, target, out):
+        return target * (1 + out.sigmoid())
+
+    def undo(self, target, out):
+        return target / (1 + out.sigmoid())
+
+
+@pytest.mark.parametrize("case", ["autograd inside", "rule that saves"])
+def test_what_goes_the_long_way_is_not_tried_on_the_short_one(case, ways):
+    inside = case == "autograd inside"
+    fns = [Differentiates() if inside else Fn("f") for _ in range(4)]
+    updates = pairs(fns) if inside else pairs(fns, rule=Scale())
+    agree(updates, STREAMS["tensors"]())
+    assert ways == {"long": 4, "left": 3}
+    assert len(LOG) == 12  # 4 + 4 under reverse, 4 under store
+
+
+class Spoils(nn.Module):
+    """Makes NaN of one element: subtraction does not bring it back."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x):
+        return self.inner(x).sin() + torch.tensor([torch.nan] + [0.0] * (WIDTH - 1), dtype=x.dtype)
+
+
+class Careful(Spoils):
+    def forward(self, x):
+        return self.inner(x.nan_to_num()).sin()
+
+
+def test_streams_that_cannot_be_undone():
+    fns = [*mlps(2), Spoils(), Careful(), Careful(), Careful()]
+    streams = STREAMS["tensors"]()
+    wanted = [*parameters(fns), *streams.values()]
+    found = []
+    for memory in ("reverse", "store"):
+        out = rg.run(pairs(fns), streams, memory=memory, arithmetic="exact")
+        loss = sum(t.nan_to_num().square().sum() for t in out.values())
+        found.append(torch.autograd.grad(loss, wanted))
+    assert any(not t.isfinite().all() for t in out.values())
+    assert_same(*found, tolerance=0.0)
+
+
+def test_asked_for_again_and_twice(ways):
+    """retain_graph, and a backward that reads its saved tensors twice."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (ctx.saved_tensors[0].exp() + ctx.saved_tensors[0].exp()) / 2
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH).double()
+
+        def forward(self, x):
+            return Twice.apply(self.inner(x).tanh())
+
+    fns = [Reads() for _ in range(4)]
+    streams = STREAMS["tensors"]()
+    wanted = [*parameters(fns), *streams.values()]
+    found = []
+    for memory in ("reverse", "store"):
+        loss = loss_of(rg.run(pairs(fns), streams, memory=memory))
+        found.append([g for _ in range(2) for g in torch.autograd.grad(loss, wanted, retain_graph=True)])
+    assert_same(*found)
+    assert ways["short"] >= 6
