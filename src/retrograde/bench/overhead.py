@@ -1,6 +1,8 @@
 """What the engine itself costs: a step on tensors so small that only the work around them counts.
 
-python -m retrograde.bench.overhead [--depth 12] [--rounds 40]
+python -m retrograde.bench.overhead [--depth 12] [--rounds 40] [--threads 1]
+
+In one thread, as more of them add the same waiting to all: it is no work of theirs around the tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def main() -> None:
     parser = Parser("python -m retrograde.bench.overhead", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--depth", type=count, default=12, help="number of blocks")
     parser.add_argument("--rounds", type=count, default=40, help="timed steps of each kind, 2 or more")
+    parser.add_argument("--threads", type=count, default=1, help="of torch's operations")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     depth, rounds = args.depth, max(args.rounds, 2)
     times = overhead(depth, rounds)
     reverse = times["reverse"].median
