@@ -471,3 +471,16 @@ def test_autograd_inside_of_the_second_run_alone(memory):
     run = {policy: lambda policy=policy: net_of(fn, policy, torch.cos)(a, b) for policy in (memory, "store")}
     assert_same(gradients(run[memory], [a, b]), gradients(run["store"], [a, b]))
     assert len(seen) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, draw())], ids=["scripted", "traced"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_torchscript_is_refused(memory, make, inside):
+    """Its executor looks at the first runs and changes what the next ones save; store does not mind."""
+    fn = make(linear())
+    fn = nn.Sequential(fn, nn.Tanh()) if inside else fn
+    with pytest.raises(rg.ProgramError, match=r"update 0: a .*TorchScript.*Give the module that it was made of"):
+        net_of(fn, memory)(draw(), draw())
+    loss_of(net_of(fn, "store")(draw(), draw())).backward()

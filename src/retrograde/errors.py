@@ -94,6 +94,14 @@ def sixteen_bits(where: str) -> str:
     )
 
 
+def scripted(where: str) -> ProgramError:
+    return ProgramError(
+        "fn is or holds a module of TorchScript, which saves other tensors from one run to the next, so it cannot be run again. "
+        "Give the module that it was made of (torch.compile works on it), or use memory='store'",
+        where,
+    )
+
+
 def edited_by_fn(where: str, what: str) -> Edited:
     return Edited(f"fn edited {what} in place. Let fn work on a copy (`x = x.clone()`, or `x + 1` for `x += 1`)", where)
 

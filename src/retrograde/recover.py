@@ -100,6 +100,8 @@ class Run:
             if sight is not None:
                 context.broken.append(sight.outline)
             sight = Sight.of(update.fn, rule)
+            if any(isinstance(m, torch.jit.ScriptModule) for m in sight.held.modules):
+                raise errors.scripted(record.where)
             if sight.held.generators:
                 context.draws.follow(sight.held.generators)
         context.sights.append(sight)
