@@ -173,6 +173,70 @@ def test_changed_between_forward_and_backward(net, change):
         out.sum().backward()
 
 
+class Grows(nn.Module):
+    """Adds whatever it has under this name, once it has something there."""
+
+    def __init__(self, buffers):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        if buffers:
+            self.register_buffer("table", torch.randn(4))
+
+    def forward(self, x):
+        y = self.inner(x).tanh()
+        return y if getattr(self, "later", None) is None else (y + self.later).sin()
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_slots_made_between_forward_and_backward(buffers, kind):
+    """The first run knew nothing of them, and so does the second; afterwards they are there."""
+    made = rg.Reversible(rg.wirings.leapfrog([Grows(buffers) for _ in range(4)])).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    found = []
+    for memory in ("reverse", "checkpoint", "store"):
+        made.memory = memory
+        loss = sum(t.square().sum() for t in made({"a": x, "b": 2 * x}).values())
+        wanted = list(made.parameters())
+        for fn in made.fns:
+            new = torch.randn(4, dtype=torch.float64)
+            fn.register_parameter("later", nn.Parameter(new)) if kind == "parameter" else fn.register_buffer("later", new)
+        found.append(torch.autograd.grad(loss, wanted))
+        assert all(isinstance(fn.later, torch.Tensor) for fn in made.fns)
+        for fn in made.fns:
+            del fn.later
+    torch.testing.assert_close(found[0], found[2])
+    torch.testing.assert_close(found[1], found[2])
+
+
+class Adapted(nn.Module):
+    """Computes in 16 bits from the pass on in which it is given a gain."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.inner(x).tanh()
+        return (y.bfloat16() * self.gain).float() if self._parameters else y
+
+
+def test_sixteen_bits_that_come_later():
+    """Seen before the pass, as arithmetic depends on it: the first of a module's parameters, and the last of a net."""
+    made = rg.Reversible([rg.Update("ab"[i % 2], Adapted(), "ba"[i % 2]) for i in range(4)])
+    x = torch.randn(3, 4)
+    for step in range(1, 7):
+        if step == 3:
+            made.fns[-1].gain = nn.Parameter(torch.randn(4).bfloat16())
+        found = []
+        for made.memory in ("reverse", "store"):
+            out = made({"a": x, "b": 2 * x})
+            loss = sum(t.square().sum() for t in out.values())
+            found.append([*(t.detach() for t in out.values()), *torch.autograd.grad(loss, list(made.parameters()))])
+        if step >= 3:
+            assert all(map(torch.equal, *found))
+
+
 def test_frozen_between_forward_and_backward(net):
     """requires_grad as it was then: the same gradients as store."""
     found = []

@@ -20,10 +20,6 @@ observer: Callable[..., None] | None = None  # rg.check looks over the engine's 
 entering: Callable[..., None] | None = None  # … and before it
 
 
-def watched() -> bool:
-    return observer is not None
-
-
 def sources_of(update: Update, state: Streams) -> list[Any]:
     """What fn reads; a stream that it reads twice is one and the same."""
     if len(update.sources) == 1:

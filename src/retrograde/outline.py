@@ -138,8 +138,7 @@ def dtypes_of(glances: Sequence[Glance | None]) -> set[torch.dtype]:
 
 def _known(known: Outline | Outlines) -> bool:
     """Whether the modules are of the same classes, with the same children and parameters, and have them in the same dicts."""
-    same = all(map(is_, _flat(map(_values, known.full)), known.things))
-    return same and list(map(type, known.modules)) == known.kinds and _in_place(known)
+    return _fit(known) and list(map(type, known.modules)) == known.kinds and _in_place(known)
 
 
 def _in_place(known: Outline | Outlines) -> bool:
@@ -225,6 +224,7 @@ class Glance:
         sight = Sight(self.fn, outline.rule, outline.held)
         sight.versions, grads, sight.training = self.versions, self.seen[count : 2 * count], self.seen[2 * count :]
         sight.hooks, sight.places = [()] * len(outline.modules), outline.places[1::5]  # see _dicts
+        sight.names = [tuple(name for at, name in (*outline.names, *outline.none) if at is place) for place in sight.places]
         sight.pins, sight.empty, sight.plain = self.pins, outline.none, True
         seen = zip(outline.names, outline.parameters, self.versions, grads, self.pins, strict=True)
         sight.parameters = [(place, name, p, version, grad, pin._cdata) for (place, name), p, version, grad, pin in seen]

@@ -323,7 +323,7 @@ class Run:
         if ahead is not None and ahead.done is not None and number < walk.at:
             values = ahead.join(walk)
             record = self.records[walk.at]
-            unchanged(walk, record, self.context)  # while it ran: the optimizer may step inside backward
+            unchanged(walk, record, self.context, record.sight.same())  # while it ran: the optimizer may step inside backward
             if ahead.versions != [t if t is None else t._version for t in values]:
                 raise errors.changed_since(record.where, "a tensor that fn holds on to")
         if values is None or walk.at != number:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import errors
-from .call import Streams, apply, call, observe, undo, watched
+from .call import Streams, apply, call, observe, undo
 from .capture import DrawnAgain
 from .context import Context
 from .forms import Forms, use_lean
@@ -40,15 +40,8 @@ def again(walk: Walk, record: Record, context: Context) -> list[Tensor | None]:
     calm = before is after and before is walk.marks  # most fns draw nothing, and find the generators as the last one left them
     values = _quickly(walk, record, context) if calm else None
     if values is None:
-        numbered, at, target = record.numbered, walk.at, walk.state.get(record.update.target)
         try:
-            try:
-                values = _at_length(walk, record, context)
-            except errors.ReplayError:
-                if record.numbered is numbered:
-                    raise
-                walk.at, walk.state[record.update.target] = at, target
-                values = _at_length(walk, record, context)
+            values = _at_length(walk, record, context)
         except errors.ReplayError:
             if calm:
                 context.draws.put_back(before)  # it was fn that drew
@@ -58,16 +51,14 @@ def again(walk: Walk, record: Record, context: Context) -> list[Tensor | None]:
     return values
 
 
-def unchanged(walk: Walk, record: Record, context: Context) -> bool:
-    """What fn saw of its modules and side inputs is as it was, or it is an error; whether that was plain at a glance."""
-    same = record.sight.same()
-    if difference := record.sight.difference(same):
+def unchanged(walk: Walk, record: Record, context: Context, same: bool) -> None:
+    """What fn saw of its modules and side inputs is as it was, or it is an error; `same` if that is plain of modules."""
+    if not (same and record.sight.told) and (difference := record.sight.difference(same)):
         raise errors.changed_since(record.where, difference)
     if context.beside and context.inside_changed():
         raise errors.changed_since(record.where, "a tensor inside of a side input")
     if walk.side and walk.edited(record.update.side_inputs(walk.side)):
         raise errors.edited_side_input(record.where)
-    return same
 
 
 def _stored(walk: Walk, record: Record) -> list[Tensor | None]:
@@ -88,47 +79,50 @@ def _stored(walk: Walk, record: Record) -> list[Tensor | None]:
 
 
 def _quickly(walk: Walk, record: Record, context: Context) -> list[Any] | None:
-    """The second run as it is in most nets: fn has nothing but parameters, and draws nothing. None if anything is unusual.
+    """The second run as it is in most nets: fn has nothing but parameters, and draws nothing. None if it is not that.
 
     It looks at all that `_at_length` looks at, in fewer steps: that is felt where tensors are small.
     """
     state, update, sight = walk.state, record.update, record.sight
-    rule, target = update.rule, state.get(update.target)
+    rule, target, drawn = update.rule, state.get(update.target), record.drawn[0]
     if not sight.told or rule.saves or record.numbered or record.given is not None or record.kept is not None:
         return None
-    if context.beside or watched() or not sight.same():
+    if not sight.same():
         return None
-    kwargs = update.side_inputs(walk.side) if walk.side and update.takes else {}
-    if walk.versions is None:
-        walk.versions = versions_of(state)
+    unchanged(walk, record, context, True)
     store: list[Any] = []
     around = begin_again(context.modes, walk)
     form = Forms.made and use_lean(record.lean)
     try:
         sources = record.sources_again(state)
+        record.running = True
         _push_hooks(store.append, no_reader(record))
         try:
-            out = update.fn(*sources, **kwargs)
+            out = call(record.index, update, state, sources, walk.side)
         finally:
             _pop_hooks()
-        values = list(store)
-        if context.draws.moved(record.drawn[0]) or versions_of(state) != walk.versions or (kwargs and walk.edited(kwargs)):
+        if record.numbered or context.draws.moved(drawn):
             return None
+        values = list(store)
         now = list(map(look, values))
         if now != record.meta:
-            if difference_of(record.meta, now):
-                return None
+            if difference := difference_of(record.meta, now):
+                raise errors.other_path(record.where, difference)
             check_captured(record, [sources, walk.side], values, now)
         if walk.at > record.number:
-            if rule.mismatch(target, out):
-                return None
+            if why := rule.mismatch(target, out):
+                raise errors.other_path(record.where, why)
             _set_grad(False)
             state[update.target] = rule.undo(target, out)
             walk.at, walk.versions = record.number, versions_of(state)
         return values
-    except Exception:  # it is met again, and told
-        return None
+    except BaseException as error:
+        context.draws.settle(drawn, drawn)
+        if record.numbered and isinstance(error, errors.ReplayError):
+            return None  # it asked for what it had saved: once more, with numbers
+        raise
     finally:
+        record.running = False
         store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
         if Forms.made:
             use_lean(form)
@@ -136,9 +130,25 @@ def _quickly(walk: Walk, record: Record, context: Context) -> list[Any] | None:
 
 
 def _at_length(walk: Walk, record: Record, context: Context) -> list[Any]:
-    """The second run in every case: modules as they were, random numbers drawn again, rules that save applied again."""
+    """The second run in every case; once more where fn turns out to call autograd itself."""
+    numbered, at, target = record.numbered, walk.at, walk.state.get(record.update.target)
+    try:
+        values = _in_full(walk, record, context)
+    except errors.ReplayError:
+        if record.numbered is numbered:
+            raise
+    else:
+        if record.numbered is numbered:
+            return values
+    walk.at, walk.state[record.update.target] = at, target
+    return _in_full(walk, record, context)
+
+
+def _in_full(walk: Walk, record: Record, context: Context) -> list[Any]:
+    """One run of fn: modules as they were, random numbers drawn again, rules that save applied again."""
     state, number, update, rule = walk.state, record.number, record.update, record.update.rule
-    same = unchanged(walk, record, context)
+    same = record.sight.same()
+    unchanged(walk, record, context, same)
     before = state.get(update.target)
     store: list[Any] = []
     around = begin_again(context.modes, walk)

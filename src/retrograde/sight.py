@@ -24,8 +24,8 @@ class Sight:
     """Made by `of` before the call; `after` completes it."""
 
     __slots__ = (
-        "before", "buffers", "children", "empty", "fn", "held", "hooks", "loose", "modules", "parameters", "pins", "places",
-        "plain", "repeatable", "rule", "tensors", "training", "versions",
+        "before", "buffers", "children", "empty", "fn", "held", "hooks", "loose", "modules", "names", "parameters", "pins",
+        "places", "plain", "repeatable", "rule", "tensors", "training", "versions",
     )  # fmt: skip
     told = False  # `same` does not tell all: there may be buffers, and other tensors
 
@@ -38,6 +38,7 @@ class Sight:
         self.empty: list[tuple[dict[str, Any], str]] = []  # slots that hold None
         self.pins: list[Any] = []  # storages of the parameters, so that no other one gets their addresses
         self.places: list[dict[str, Any]] = []  # where each module has its parameters
+        self.names: list[tuple[str, ...]] = []  # of its parameters and buffers
         self.training: list[bool] = []
         self.hooks: list[Any] = []
         self.parameters: list[tuple[dict[str, Any], str, Parameter, int, bool, int]] = []
@@ -100,6 +101,7 @@ class Sight:
                     self.parameters.append((slots, name, p, version, p.requires_grad, home))
                 elif p is None:
                     self.empty.append((slots, name))
+            self.names.append((*slots, *m._buffers))
             self.training.append(m.training)
             self.hooks.append(_hooks(m) if m._forward_hooks or m._forward_pre_hooks else ())
             made = made or m._buffers
@@ -157,8 +159,9 @@ class Sight:
         if not self.plain or self._modules_now() != modules:
             return False
         # much is written out here: it is felt
-        for m, place, training, hooks in zip(modules, self.places, self.training, self.hooks, strict=True):
-            if m._parameters is not place or m.training is not training:
+        seen = zip(modules, self.places, self.names, self.training, self.hooks, strict=True)
+        for m, place, names, training, hooks in seen:
+            if m._parameters is not place or (*place, *m._buffers) != names or m.training is not training:
                 return False
             if (m._forward_hooks or m._forward_pre_hooks or hooks) and hooks != _hooks(m):
                 return False
@@ -219,6 +222,10 @@ class Sight:
         swap = Swap()
         if not same:
             self._parameters_again(swap)
+            for m, names in zip(self.held.modules, self.names, strict=True):
+                for slots in (m._parameters, m._buffers):
+                    for name in [name for name in slots if name not in names]:  # made since
+                        swap.put(slots, name, _MISSING)
         for slots, name, b, _ in self.buffers:
             if slots.get(name) is not b:
                 swap.put(slots, name, b)
