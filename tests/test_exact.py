@@ -873,7 +873,7 @@ def test_inside_torch_checkpoint(setting, reentrant):
     assert_equal(step(lambda: around("reverse")), step(lambda: around("store")))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch's own
 @pytest.mark.parametrize("name", ["grad", "vmap", "vmap of grad", "jvp"])
 @pytest.mark.parametrize("setting", ["bfloat16", "bf16 autocast", "float32"])
 def test_transforms(setting, name):
@@ -1266,7 +1266,7 @@ def test_complex_streams():
 def test_complex_streams_beside_16_bits():
     """Under auto they are added to in float, which is told, and the others exactly."""
     z, x = torch.randn(3, dtype=torch.complex64, requires_grad=True), draw(3, dtype=torch.bfloat16)
-    updates = [rg.Update("z", lambda x: x.sin() + 0j, "x"), rg.Update("x", lambda z: z.real.cos(), "z")] * 4
+    updates = [rg.Update("z", lambda x: x.sin().to(torch.complex64), "x"), rg.Update("x", lambda z: z.real.cos(), "z")] * 4
     results = []
     for memory in ("reverse", "store"):
         with pytest.warns(match="update 0: z.* 16 bits") if memory == "reverse" else contextlib.nullcontext():

@@ -473,7 +473,7 @@ def test_autograd_inside_of_the_second_run_alone(memory):
     assert len(seen) == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, draw())], ids=["scripted", "traced"])
 @pytest.mark.parametrize("inside", [False, True])

@@ -333,7 +333,7 @@ def _written(module: nn.Module, name: str, b: Tensor, version: int, snapshot: Te
     if version_of(b) != version:
         habits[key] = "moves"
     elif key not in habits:
-        if b.layout is not torch.strided or torch._C._is_cow_tensor(b):  # type: ignore[attr-defined]
+        if b.layout is not torch.strided or _untouched(b):
             return False  # nobody so much as took its pointer
         if snapshot.nbytes <= _SMALL and b.device.type != "cpu":
             return True  # kept on suspicion: a look at the values would make the device wait
@@ -343,6 +343,13 @@ def _written(module: nn.Module, name: str, b: Tensor, version: int, snapshot: Te
             return False
         habits[key] = "moves"
     return habits[key] == "moves"
+
+
+def _untouched(b: Tensor) -> bool:
+    try:
+        return torch._C._is_cow_tensor(b)  # type: ignore[attr-defined]
+    except RuntimeError:  # subclasses, from torch 2.15 on
+        return False
 
 
 def _hooks(m: nn.Module) -> Any:
