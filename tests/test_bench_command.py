@@ -23,6 +23,7 @@ from retrograde.bench.compare import Comparison, Found, Measured, compare_gradie
 from retrograde.bench.kernels import kind_of
 from retrograde.bench.measure import Timing
 from retrograde.bench.meter import LiveBytes, peak_on_cpu
+from retrograde.bench.report import save
 from retrograde.bench.sketch import error, sketch
 from retrograde.bench.variants import PEERS, Variant, chosen, installed, variants
 from retrograde.cli import app
@@ -490,3 +491,53 @@ def test_the_frontier(tmp_path):
     for draw in (draw_frontier, draw_depth):
         draw(report, tmp_path / "picture.png")
         assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+def runs(tmp_path, *runs, **other):
+    """Files of runs, each a pace and by variant how many times that it took, at depths 2 and 4."""
+    paths = []
+    for pace, taken in runs:
+        rows = [figures(name, depth, pace * times) for depth in (2, 4) for name, times in taken.items()]
+        paths.append(tmp_path / f"{len(paths)}.json")
+        machine = {"device": "CPU", "threads": 1, "torch": "2"}
+        save(paths[-1], Comparison(machine, "2026-01-01", "", SETTING | (other if len(paths) > 1 else {}), rows))
+    return paths
+
+
+def test_a_frontier_of_several_runs(tmp_path):
+    """Times are scaled to the ordinary net's of the first run."""
+    pytest.importorskip("matplotlib")
+    from retrograde.bench.frontier import joined, main
+
+    first = {"ordinary": 1.0, "reverse": 1.5}
+    paths = runs(tmp_path, (1.0, first), (3.0, {"ordinary": 1.0, "reverse": 9.0, "budget-1GiB": 1.25}), depth=[4], rounds=1)
+    found = joined([Comparison.load(path) for path in paths])
+    assert {(row.depth, row.variant): row.seconds.median for row in found.rows} == {
+        (depth, name): times for depth in (2, 4) for name, times in (first | {"budget-1GiB": 1.25}).items()
+    }
+    assert main([*map(str, paths), str(tmp_path / "picture.png")]) == 0
+    assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("case", ["another width", "no ordinary", "no report", "no file", "no picture"])
+def test_what_makes_no_frontier(tmp_path, case, capsys):
+    pytest.importorskip("matplotlib")
+    from retrograde.bench.frontier import main
+
+    second = {"reverse": 1.0} if case == "no ordinary" else {"ordinary": 1.0}
+    paths = runs(tmp_path, (1.0, {"ordinary": 1.0}), (1.0, second), **({"dim": 7} if case == "another width" else {}))
+    if case == "no report":
+        paths[1].write_text("[]")
+    elif case == "no file":
+        paths[1].unlink()
+    picture = tmp_path / ("missing/p.png" if case == "no picture" else "p.png")
+    said = {
+        "another width": "dim differs",
+        "no ordinary": "no depth at which all have the ordinary net",
+        "no report": "1.json is not a report",
+        "no file": "No such file",
+        "no picture": "REPORT... PICTURE",
+    }
+    assert main([*map(str, paths), str(picture)]) == 2
+    assert said[case] in capsys.readouterr().err
+    assert not picture.exists()

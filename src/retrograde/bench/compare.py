@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, ClassVar
 
 import retrograde
 
@@ -55,6 +55,7 @@ class Measured:
 class Comparison(Report):
     rows: list[Any]  # of Found
     versions: dict[str, str] = field(default_factory=dict)
+    kind: ClassVar[type] = Found
 
     def what(self) -> str:
         s = self.setting

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -33,13 +33,15 @@ class Report:
     command: str
     setting: dict[str, Any]
     rows: list[Row]
+    kind: ClassVar[type] = Row
 
     @classmethod
-    def load(cls, path: Path) -> Report:
+    def load(cls, path: Path) -> Self:
         """Raises OSError, or ValueError where the file holds something else."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            rows = [Row(**{**row, "seconds": Timing(**row["seconds"])}) for row in found.pop("rows")]
+            timed = [row["seconds"] and Timing(**row["seconds"]) for row in found["rows"]]
+            rows = [cls.kind(**{**row, "seconds": seconds}) for row, seconds in zip(found.pop("rows"), timed, strict=True)]
             return cls(**found, rows=rows)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not a report of this command ({type(error).__name__}: {error})") from error
