@@ -18,6 +18,7 @@ from test_cli import retrograde_command
 from test_docs import ROOT
 from test_imports import environment, loaded_by
 
+import retrograde
 from retrograde.bench import compare, worker
 from retrograde.bench.compare import Comparison, Found, Measured, compare_gradients, end
 from retrograde.bench.kernels import kind_of
@@ -177,7 +178,8 @@ def test_every_way_has_the_gradients_of_ordinary_autograd(name):
 @pytest.mark.parametrize("name", ["ordinary-fullgraph", "checkpoint-compiled", "partition-0.3", "reverse-compiled"])
 def test_compiled_ways_have_them_too(name, monkeypatch):
     config = pytest.importorskip("torch._functorch.config")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for place, compiler in ((torch, "compile"), (retrograde, "compile_fns")):
+        monkeypatch.setattr(place, compiler, partial(getattr(place, compiler), backend="aot_eager"))
     torch._dynamo.reset()
     with config.patch(activation_memory_budget=1.0):
         _, row = compare_gradients([measured_here("ordinary"), measured_here(name)])
