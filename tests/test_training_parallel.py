@@ -125,8 +125,10 @@ def test_what_one_process_finds_stops_all_in_a_line_each(launcher, runs, tmp_pat
     (tmp_path / "run").write_text("a file")
     jobs = launcher.together(2, *command(tmp_path, parallel="ddp"))
     assert [job.rc for job in jobs] == [2, 2]
-    assert jobs[0].err.startswith("retrograde: cannot write to ")
-    assert jobs[1].err == "retrograde: another process stopped the run, and says why\n"
+    said = [[line for line in job.err.splitlines() if not line.startswith("[W")] for job in jobs]  # gloo may warn of the machine
+    assert [len(lines) for lines in said] == [1, 1]
+    assert said[0][0].startswith("retrograde: cannot write to ")
+    assert said[1][0] == "retrograde: another process stopped the run, and says why"
 
 
 def test_a_full_disk_under_fsdp(launcher, tmp_path):
