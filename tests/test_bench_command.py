@@ -423,6 +423,35 @@ def test_commands_in_the_documentation_are_accepted(page):
         assert variants_of(options, "cuda")
 
 
+def test_the_script_for_a_gpu(tmp_path):
+    """Its commands are accepted, in files of their own; a part that is not there is told."""
+    from retrograde.cli.bench import Options, variants_of
+
+    echo = tmp_path / "echo"
+    echo.write_text(f"""#!{sys.executable}\nimport shlex, sys\nprint(shlex.join(sys.argv[1:]))\n""")
+    echo.chmod(0o755)
+
+    def script(*arguments):
+        command = [ROOT / "benchmarks" / "gpu.sh", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": str(echo)}, check=False)
+
+    done = script(tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    files = []
+    for line in done.stdout.splitlines():
+        start, _, command = line.partition(" bench ")
+        assert start == "-m retrograde"
+        options = parsed(Options, shlex.split(command), "retrograde bench")
+        assert len(variants_of(options, "cuda")) > 2
+        files.append(options.json)
+    assert len(files) == len(set(files)) == 7
+    assert len(script(tmp_path / "out", "frontier", "peers").stdout.splitlines()) == 3
+    for arguments, said in ((["out", "deep"], "no part deep"), ([], "FOLDER")):
+        refused = script(*[tmp_path / name if name == "out" else name for name in arguments])
+        assert refused.returncode == 2
+        assert said in refused.stderr
+
+
 def names(patterns):
     return [variant.name for variant in chosen(ALL.values(), patterns)]
 
