@@ -1,5 +1,6 @@
 """What fn holds, however it holds it: changed between forward and backward it is an error, or seen as it was; nothing else is."""
 
+import gc
 import types
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from support import REPLAYED, assert_same, rg
 from torch import nn
+
+from retrograde.recover import Run
 
 WIDTH = 4
 
@@ -113,6 +116,96 @@ def global_tensor():
     return fns, fns
 
 
+SHIFT, UNUSED = ones(), ones()
+
+
+def shifted(x):
+    return x + SHIFT
+
+
+class ByMethods(nn.Module):
+    """The code of its forward is in several places; `scale` belongs to the class."""
+
+    scale = ones()
+
+    def __init__(self, way):
+        super().__init__()
+        self.linear, self.way = linear(), way
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) + getattr(self, self.way) if self.way == "read" else self.by(x)
+
+    def by(self, x):
+        return {"method": self.shift, "static": self.plain, "helper": self.helped, "class": self.scaled}[self.way](self.linear(x))
+
+    def shift(self, x):
+        return torch.tanh(x) + SHIFT
+
+    @staticmethod
+    def plain(x):
+        return torch.tanh(x) + SHIFT
+
+    def helped(self, x):
+        return shifted(torch.tanh(x))
+
+    def scaled(self, x):
+        return torch.tanh(x) + self.scale
+
+    @property
+    def read(self):
+        return SHIFT
+
+    def never_called(self, x):
+        return x + UNUSED
+
+
+class Decorated(ByMethods):
+    @torch.amp.autocast("cpu", enabled=False)
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) + SHIFT
+
+
+class Above(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) + SHIFT
+
+
+class Below(Above):
+    def forward(self, x):
+        return super().forward(x)
+
+
+AROUND = []
+
+
+def enclosed(_):
+    """A class in a function, and a tensor around it."""
+    kept = ones()
+    AROUND.append(kept)
+
+    class Enclosed(Above):
+        def forward(self, x):
+            return torch.tanh(self.linear(x)) + kept
+
+    return Enclosed("")
+
+
+def by(kind, way=""):
+    def make():
+        fns = [kind(way) for _ in range(3)]
+        return fns, fns
+
+    return make
+
+
+def other_scale(_):
+    ByMethods.scale = ones() * 2
+
+
 class Caching(nn.Module):
     """`caches` is a name like any other."""
 
@@ -173,6 +266,15 @@ TOLD = {
     "a layer in a list of a module": (boxed, lambda fns: fns[1].box.__setitem__(0, linear()), "a part of fn"),
     "a parameter two lists away": (boxed_twice, lambda fns: fns[1].box[0].box[0].bias.add_(1), "the parameter 'bias'"),
     "a global tensor": (global_tensor, lambda _: SCALE.mul_(1.5), "that fn holds on to"),
+    "a global tensor in a method": (by(ByMethods, "method"), lambda _: SHIFT.add_(1), "that fn holds on to"),
+    "… in a static method": (by(ByMethods, "static"), lambda _: SHIFT.add_(1), "that fn holds on to"),
+    "… in a property": (by(ByMethods, "read"), lambda _: SHIFT.add_(1), "that fn holds on to"),
+    "… in a function that a method calls": (by(ByMethods, "helper"), lambda _: SHIFT.add_(1), "that fn holds on to"),
+    "… below a decorator": (by(Decorated), lambda _: SHIFT.add_(1), "that fn holds on to"),
+    "… in the class above": (by(Below), lambda _: SHIFT.add_(1), "that fn holds on to"),
+    "a tensor around a class": (by(enclosed), lambda _: AROUND[-1].add_(1), "that fn holds on to"),
+    "a tensor of the class": (by(ByMethods, "class"), lambda _: ByMethods.scale.add_(1), "that fn holds on to"),
+    "another tensor of the class": (by(ByMethods, "class"), other_scale, "that fn holds on to"),
     "a tensor beside an attribute `caches`": (caching({"k": 1}), lambda fns: fns[1].scale[0].add_(1), "that fn holds on to"),
     "other data at the same address": (caching(None), reuse_the_address, "the parameter 'bias'"),
 }
@@ -197,6 +299,7 @@ FINE = {
     "a part of the model that no function uses": (methods, lambda m: m.head[0].weight.add_(1)),
     "a layer of the list that others use": (from_a_list, lambda layers: layers.append(linear())),
     "a global with the name of an attribute": (global_tensor, lambda _: head.weight.add_(1)),
+    "a global in a method that is not called": (by(ByMethods, "method"), lambda _: UNUSED.add_(1)),
     "an attribute `caches` that has no truth value": (caching(torch.zeros(2)), lambda _: None),
 }
 
@@ -275,6 +378,102 @@ def test_side_input_that_collects(forwards, memory):
         return torch.autograd.grad(total, [x, inner.weight])
 
     assert_same(step(memory), step("store"))
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("how", ["left alone", "exchanged", "let go", "edited"])
+def test_what_an_encoder_computed_inside_of_an_object(how, memory):
+    """Two views and one loss: what the first one read is not there any more."""
+    encoder, inner = linear(), linear()
+
+    def fn(x, box):
+        return torch.tanh(inner(x)) * box.memory
+
+    def step(memory):
+        torch.manual_seed(0)
+        box, loss = types.SimpleNamespace(), 0.0
+        for x in torch.randn(2, 3, WIDTH, dtype=torch.float64):
+            box = types.SimpleNamespace() if how == "left alone" else box
+            box.memory = encoder(x)
+            updates = [rg.Update("ab"[i % 2], fn, "ba"[i % 2], "box") for i in range(3)]
+            loss = loss + rg.run(updates, {"a": x, "b": x * 0.5}, {"box": box}, memory=memory)["a"].square().sum()
+            if how == "let go":
+                box.memory = None
+            elif how == "edited":
+                box.memory.add_(1)
+        return torch.autograd.grad(loss, [*encoder.parameters(), *inner.parameters()])
+
+    if how == "left alone":
+        assert_same(step(memory), step("store"))
+        return
+    with pytest.raises(rg.ReplayError, match=r"a tensor inside of a side input was changed.*as a side input, or in a dict"):
+        step(memory)
+
+
+NOISE = torch.Generator()
+
+
+class Noisy(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.linear, self.way = linear(), way
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        return y * torch.rand(WIDTH, generator=NOISE, dtype=x.dtype) if self.way == "forward" else self.noise(y)
+
+    def noise(self, y):
+        return y * (noise() if self.way == "helper" else torch.rand(WIDTH, generator=NOISE, dtype=y.dtype))
+
+
+def noise():
+    return torch.rand(WIDTH, generator=NOISE, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("way", ["forward", "method", "helper", "function"])
+def test_a_global_generator(way, memory):
+    def make():
+        NOISE.manual_seed(1)
+        inner = linear()
+        fns = [(lambda x: torch.tanh(inner(x)) * noise()) if way == "function" else Noisy(way) for _ in range(4)]
+        return fns, fns
+
+    found = {}
+    for policy in (memory, "store"):
+        found[policy] = [*gradients(make, lambda _: None, policy), NOISE.get_state().double()]
+    assert_same(found[memory], found["store"])
+
+
+def runs():
+    gc.collect()
+    return sum(type(thing) is Run for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("how", ["attribute", "closure", "function"])
+def test_graphs_in_a_list_that_fns_hold_are_let_go(how):
+    """A pass without a backward: what is held of it is held weakly, as the collector cannot see autograd's graph."""
+    losses, inner, others = [], linear(), runs()
+
+    class Collecting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.losses = linear(), losses if how == "attribute" else None
+
+        def forward(self, x):
+            return collecting(self.inner(x))
+
+    def collecting(y):
+        y = torch.tanh(y)
+        losses.append(y.square().mean())
+        return y
+
+    fn = (lambda x: collecting(inner(x))) if how == "function" else Collecting()
+    x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    out = rg.run([rg.Update("a", fn, "b"), rg.Update("b", fn, "a")] * 2, {"a": x, "b": x})
+    losses.clear()
+    del out
+    assert runs() == others
 
 
 @dataclass

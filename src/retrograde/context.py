@@ -33,8 +33,9 @@ class Context:
         self.grads = [t.requires_grad for t in self.tensors]
         self.others = [_HOLE if is_kept else t for t, is_kept in zip(flat, kept, strict=True)]
         self.opaque = [o for o in self.others if o is not _HOLE and not isinstance(o, (*TELLING_NOTHING, torch.Generator))]
-        self.inside = self._inside()
+        self.inside, self.computed = self._inside(), self._computed()
         self.beside: list[tuple[weakref.ref[Tensor], int]] = []
+        self.attributes: list[tuple[dict[str, Any], str, weakref.ref[Tensor], int]] = []
         self.modes = modes()
         self.capturing = capturing()
         self.draws = Draws([g for g in generators(flat) if not (self.capturing and g.device.type == "cuda")])
@@ -62,17 +63,28 @@ class Context:
         """The tensors inside of side inputs that are objects of some class. What fns compute and leave there is not meant."""
         return [t for thing in self.opaque for t in Held(thing).own_tensors() if t.grad_fn is None]
 
+    def _computed(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Their attributes that are tensors with a graph, and where they are: a loop may take out what fns have left there."""
+        places = [getattr(thing, "__dict__", {}) for thing in self.opaque]
+        found = [(place, name, t) for place in places for name, t in place.items() if isinstance(t, Tensor)]
+        return [(place, name, t) for place, name, t in found if t.grad_fn is not None]
+
     def inside_changed(self) -> bool:
         """Whether one that was there before the forward pass and after it has been edited or exchanged since."""
         there = {id(t) for t in self._inside()} if self.beside else ()
         then = [(ref(), version) for ref, version in self.beside]
-        return any(t is None or id(t) not in there or version_of(t) != version for t, version in then)
+        if any(t is None or id(t) not in there or version_of(t) != version for t, version in then):
+            return True
+        now = [(place.get(name), ref(), version) for place, name, ref, version in self.attributes if name in place]
+        return any(t is None or t is not old or version_of(t) != version for t, old, version in now)
 
     def forget(self) -> None:
         """After the forward pass: what is needed again is in the hands of autograd."""
         there = {id(t) for t in self._inside()}
         self.beside = [(weakref.ref(t), version_of(t)) for t in self.inside if id(t) in there]
-        self.inside = []
+        left = [(place, name, t) for place, name, t in self.computed if place.get(name) is t]
+        self.attributes = [(place, name, weakref.ref(t), version_of(t)) for place, name, t in left]
+        self.inside, self.computed = [], []
         self.side, self.tensors, self.glances, self.broken, self.sights = {}, [], [], [], []
 
     def side_again(self, saved: Iterable[Tensor]) -> Streams:

@@ -123,9 +123,9 @@ def no_tensor(where: str, step: str, got: object) -> ProgramError:
 
 
 def changed_since(where: str, what: str) -> NotRepeated:
+    way = "Call backward first" + (", or give the tensor itself as a side input, or in a dict" if "a tensor" in what else "")
     return NotRepeated(
-        f"{what} was changed between the forward pass and backward, so fn cannot be run again as it was. Call backward first",
-        where,
+        f"{what} was changed between the forward pass and backward, so fn cannot be run again as it was. {way}", where
     )
 
 

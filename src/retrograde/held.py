@@ -7,6 +7,7 @@ import functools
 import types
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,16 +88,14 @@ class Held:
                     yield t
 
     def _look_beside(self, module: nn.Module) -> None:
-        """What a module holds without registering it: in its attributes, and the modules its forward takes from around it."""
+        """What a module holds without registering it: in its attributes, in its class, and around the code of its forward."""
         for name, value in module.__dict__.items():
             if tells_something(name, value):
                 self._look_into(value, 3)
-        forward = type(module).forward
-        if isinstance(forward, types.FunctionType):
-            around = forward.__globals__
-            for name in globals_of(forward):
-                if isinstance(thing := around.get(name), (nn.Module, Tensor)):
-                    self._look_into(thing)
+        for function in code_of(type(module)):
+            self._look_into(function, 2)
+        for kind in _own_classes(type(module)):
+            self.tensors += [value for value in vars(kind).values() if isinstance(value, Tensor)]
 
     def _look_into(self, fn: Any, depth: int = 0) -> None:
         """A function, a method, a partial or any object: through closures, defaults, attributes and containers."""
@@ -120,6 +119,7 @@ class Held:
                 todo += [(inner, depth + 1, names) for inner in _inside(thing)]
 
 
+_HOLDS = (nn.Module, Tensor, torch.Generator)
 _STANDARD = frozenset(nn.Module().__dict__)
 TELLING_NOTHING = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
 
@@ -153,6 +153,45 @@ def _globals_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(names.union(*(_globals_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))))
 
 
+_CODE: weakref.WeakKeyDictionary[type, tuple[Any, tuple[types.FunctionType, ...]]] = weakref.WeakKeyDictionary()
+
+
+def code_of(kind: Any) -> tuple[types.FunctionType, ...]:
+    """The forward of a class, the methods of its own that are named in there or in those, and what is below decorators."""
+    forward, found = _CODE.get(kind, (None, ()))
+    if forward is not kind.forward:
+        found = tuple(_code_in(kind))
+        _CODE[kind] = kind.forward, found
+    return found
+
+
+def _code_in(kind: type) -> Iterable[types.FunctionType]:
+    found: dict[types.FunctionType, None] = {}
+    names = ["forward"]
+    for name in names:  # grows while it is read
+        for function in (vars(base).get(name) for base in _own_classes(kind)):
+            function = getattr(function, "fget", None) or getattr(function, "__func__", function)  # properties, static methods
+            while isinstance(function, types.FunctionType) and function not in found:
+                found[function] = None
+                names += [name for name in _names_in(function.__code__) if name not in names]
+                function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _names_in(code: types.CodeType) -> Iterable[str]:
+    """All names in a piece of code, of attributes and of globals."""
+    return chain(code.co_names, *(_names_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def _own_classes(kind: type) -> list[type]:
+    """A class and its bases, without torch's."""
+    return [base for base in kind.__mro__ if base is not object and not is_torchs_own(base)]
+
+
+def closure_of(function: types.FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+
+
 def _inside(thing: Any) -> Iterable[Any]:
     if isinstance(thing, types.MethodType):
         return [thing.__self__, thing.__func__]
@@ -160,9 +199,8 @@ def _inside(thing: Any) -> Iterable[Any]:
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, types.FunctionType):
         used = [thing.__globals__.get(name) for name in globals_of(thing)]
-        used = [g for g in used if isinstance(g, (nn.Module, Tensor)) or getattr(g, "__globals__", None) is thing.__globals__]
-        cells = [cell.cell_contents for cell in thing.__closure__ or () if _filled(cell)]
-        return [*used, *cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+        used = [g for g in used if isinstance(g, _HOLDS) or getattr(g, "__globals__", None) is thing.__globals__]
+        return [*used, *closure_of(thing), *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
     if isinstance(thing, (list, tuple)):
         return thing
     if isinstance(thing, dict):

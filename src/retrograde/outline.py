@@ -7,7 +7,6 @@ times as much, and it is felt where tensors are small.
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Sequence
 from itertools import chain, islice, zip_longest
 from operator import attrgetter, is_, itemgetter
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .held import Held, globals_of, is_torchs_own, tells_something
+from .held import TELLING_NOTHING, Held, closure_of, code_of, globals_of, is_torchs_own, tells_something
 from .sight import NOTHING, Sight, Swap
 
 _flat: Any = chain.from_iterable
@@ -52,11 +51,10 @@ class Outline:
         self.own = [vars(m) for m in own]
         self.values = list(_flat(map(_values, self.own)))
         self.kinds = list(map(type, held.modules))
-        self.around: dict[type, Any] = {}
+        self.around: dict[Any, Any] = {}  # of a class: its forward, and what its code finds around it
         for kind in map(type, own):
-            if isinstance(forward := kind.forward, types.FunctionType):
-                names = list(globals_of(forward))
-                self.around[kind] = forward, names, list(map(forward.__globals__.get, names))
+            names = [(function.__globals__, name) for function in code_of(kind) for name in globals_of(function)]
+            self.around[kind] = kind.forward, names, [place.get(name) for place, name in names]
 
     def look(self) -> list[Any]:
         """What may change of parameters and modules while these stay the same objects."""
@@ -77,7 +75,11 @@ def outline_of(fn: Any, rule: Any, born: int) -> Outline | None:
             return None
         if not all(p is None or _usual(p) for p in m._parameters.values()):
             return None
-        if not is_torchs_own(type(m)) and any(tells_something(name, value) for name, value in vars(m).items()):
+        if is_torchs_own(type(m)):
+            continue
+        if any(tells_something(name, value) for name, value in vars(m).items()):
+            return None
+        if not all(isinstance(value, TELLING_NOTHING) for function in code_of(type(m)) for value in closure_of(function)):
             return None
     return Outline(held, rule, born)
 
@@ -158,7 +160,7 @@ def stand(known: Outline | Outlines) -> bool:
 
 def _around(known: Outline | Outlines) -> bool:
     for kind, (forward, names, found) in known.around.items():
-        if kind.forward is not forward or not all(map(is_, map(forward.__globals__.get, names), found)):
+        if kind.forward is not forward or any(place.get(name) is not g for (place, name), g in zip(names, found, strict=True)):
             return False
     return True
 

@@ -55,10 +55,11 @@ def unchanged(walk: Walk, record: Record, context: Context, same: bool) -> None:
     """What fn saw of its modules and side inputs is as it was, or it is an error; `same` if that is plain of modules."""
     if not (same and record.sight.told) and (difference := record.sight.difference(same)):
         raise errors.changed_since(record.where, difference)
-    if context.beside and context.inside_changed():
-        raise errors.changed_since(record.where, "a tensor inside of a side input")
-    if walk.side and walk.edited(record.update.side_inputs(walk.side)):
-        raise errors.edited_side_input(record.where)
+    if walk.side and (side := record.update.side_inputs(walk.side)):
+        if context.inside_changed():
+            raise errors.changed_since(record.where, "a tensor inside of a side input")
+        if walk.edited(side):
+            raise errors.edited_side_input(record.where)
 
 
 def _stored(walk: Walk, record: Record) -> list[Tensor | None]:

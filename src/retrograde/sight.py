@@ -33,7 +33,7 @@ class Sight:
         self.fn, self.rule, self.held = fn, rule, held
         self.loose = held.loose
         self.modules = held.modules  # those that must be as they were
-        self.tensors: list[tuple[Tensor, int]] = []
+        self.tensors: list[tuple[weakref.ref[Tensor], int, torch.Size]] = []  # weak: they may be of autograd's graph
         self.children: dict[nn.Module, list[Any]] = {}
         self.empty: list[tuple[dict[str, Any], str]] = []  # slots that hold None
         self.pins: list[Any] = []  # storages of the parameters, so that no other one gets their addresses
@@ -56,7 +56,7 @@ class Sight:
 
     def look(self) -> None:
         if self.held.tensors and getattr(self.fn, "_keeps_a_cache", None) is not True:  # a cache is its own business
-            self.tensors = [(t, version_of(t)) for t in self.held.tensors]
+            self.tensors = [(weakref.ref(t), version_of(t), t.shape) for t in self.held.tensors]
         for m in self.held.modules:
             for p in m._parameters.values():
                 if p is not None:
@@ -78,6 +78,7 @@ class Sight:
         """
         if self.tensors:
             self._held_tensors_after()
+        self.held.tensors = []
         modules = self.held.modules
         if called is not None:
             self.repeatable = self.repeatable and called <= set(modules)  # one that was not found may have changed
@@ -114,10 +115,9 @@ class Sight:
 
     def _held_tensors_after(self) -> None:
         """Of the tensors that fn holds, those that it neither exchanges nor edits; an edit cannot be repeated."""
-        present = {id(t) for t in Held(self.fn, self.rule).tensors}
-        self.tensors = [(t, version) for t, version in self.tensors if id(t) in present]
-        self.held.tensors = [t for t, _ in self.tensors]
-        if any(version_of(t) != version for t, version in self.tensors):
+        present = {id(t): t for t in Held(self.fn, self.rule).tensors}
+        self.tensors = [kept for kept in self.tensors if id(kept[0]()) in present]
+        if any(version_of(present[id(ref())]) != version for ref, version, _ in self.tensors):
             self.repeatable = False
 
     def _buffers_after(self) -> None:
@@ -186,10 +186,11 @@ class Sight:
             if version_of(b) != version and (slots is None or id(own) in slots):
                 return f"the buffer {name!r} of shape {tuple(b.shape)}"
         if self.tensors:
-            there = {id(t) for t in Held(self.fn, self.rule).tensors}
-            for t, version in self.tensors:
-                if version_of(t) != version or id(t) not in there:
-                    return f"a tensor of shape {tuple(t.shape)} that fn holds on to"
+            there = {id(t): t for t in Held(self.fn, self.rule).tensors}
+            for ref, version, shape in self.tensors:
+                t = there.get(id(ref()))
+                if t is None or version_of(t) != version:
+                    return f"a tensor of shape {tuple(shape)} that fn holds on to"
         return None
 
     def _module_difference(self, slots: set[int] | None) -> str | None:
