@@ -7,6 +7,7 @@ import sys
 import traceback
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -130,6 +131,19 @@ def sharded(rank, memory, where, policy=None, **kind):
     compare(several(model, model, 2, rank), true, 1e-4 if policy is None else 5e-2)  # streams in bf16 drift
 
 
+def stepping_inside(rank, memory):
+    """The optimizer inside backward, before gradients are averaged: refused, and no weight has moved."""
+    torch.manual_seed(0)
+    model = Model()
+    model.net.memory = memory
+    before = [p.detach().clone() for p in model.parameters()]
+    wrapped = DDP(model)
+    with rg.step_in_backward(torch.optim.SGD(model.parameters(), 0.1)):
+        with pytest.raises(rg.ProgramError, match="DistributedDataParallel averages gradients"):
+            wrapped(batch(rank, 0)).backward()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def shard(model, where, policy):
     options = {"mesh": init_device_mesh("cpu", (WORLD,))} | ({} if policy is None else {"mp_policy": policy})
     for block in model.net.blocks if where != "root" else ():
@@ -162,6 +176,7 @@ CASES = {
     "fsdp, context": lambda r, m: sharded(r, m, "fns", context=True),
     "fsdp, context, each block": lambda r, m: sharded(r, m, "blocks", context=True),
     "fsdp, mixed precision": lambda r, m: sharded(r, m, "fns", policy=HALF, context=True),
+    "ddp, the optimizer inside backward": stepping_inside,
     "fsdp, mixed precision, each block": lambda r, m: sharded(r, m, "blocks", policy=HALF),
     "fsdp, mixed precision, root": lambda r, m: sharded(r, m, "root", policy=HALF),
 }

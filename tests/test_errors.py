@@ -173,6 +173,8 @@ BAD_PROGRAMS = {
     "no updates": (lambda: rg.Reversible([]), ["no updates", "at least one"]),
     "a module is no pair": (lambda: rg.ReversibleSequence([(f, g), f]), ["block 1", "not a pair of callables (f, g)", "Linear"]),
     "three are no pair": (lambda: rg.ReversibleSequence([(f, g, f)]), ["block 0", "not a pair of callables (f, g)", "tuple"]),
+    "classes are no functions": (lambda: rg.ReversibleSequence([(f, nn.Tanh)]), ["block 0 has the class Tanh, not an instance"]),
+    "one module is no list": (lambda: rg.ReversibleSequence(f), ["the blocks are a Linear", "pairs of callables (f, g)"]),
     "a pair of other things": (lambda: rg.ReversibleSequence([(f, 1)]), ["block 0", "not a pair of callables (f, g)"]),
     "route of the wrong length": (
         lambda: sequence(route={"mask": [(True, False)] * 3}),

@@ -1,6 +1,7 @@
 """What could make a second run differ from the first without a word, or be refused without a reason."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -481,6 +482,9 @@ def test_torchscript_is_refused(memory, make, inside):
     """Its executor looks at the first runs and changes what the next ones save; store does not mind."""
     fn = make(linear())
     fn = nn.Sequential(fn, nn.Tanh()) if inside else fn
-    with pytest.raises(rg.ProgramError, match=r"update 0: a .*TorchScript.*Give the module that it was made of"):
+    refused = r"update 0: a .*TorchScript.*Give the module that it was made of"
+    with pytest.raises(rg.ProgramError, match=refused):
         net_of(fn, memory)(draw(), draw())
+    net = rg.Reversible([rg.Update("a", fn, "b")], memory=memory)
+    assert re.search(refused, str(rg.check.gradients(net, {"a": draw(), "b": draw()})))
     loss_of(net_of(fn, "store")(draw(), draw())).backward()

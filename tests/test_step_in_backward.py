@@ -178,6 +178,23 @@ def test_what_is_no_optimizer():
         rg.step_in_backward(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaled_loss_is_refused(enabled):
+    """Before anything has stepped with gradients 65536 times too large."""
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    before = net.weight.detach().clone()
+    with rg.step_in_backward(optimizer):
+        loss = scaler.scale(net(torch.ones(2, 4)).sum())
+        if enabled:
+            with pytest.raises(rg.ProgramError, match="GradScaler has scaled a loss"):
+                loss.backward()
+        else:
+            loss.backward()
+    assert torch.equal(before, net.weight) is enabled
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_nothing_outlives_the_model(kept):
     """The collector does not look into post-accumulate hooks: one that holds its optimizer would hold the parameters for ever."""

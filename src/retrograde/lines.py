@@ -131,7 +131,7 @@ def definition(fn: Any) -> Line | None:
     while isinstance(fn, (functools.partial, Around)):
         fn = fn.func if isinstance(fn, functools.partial) else fn.fn
     if isinstance(fn, nn.Module):
-        fn = type(fn).forward
+        fn = getattr(type(fn), "forward", None)  # TorchScript's has none
     elif not isinstance(fn, (types.FunctionType, types.MethodType)):
         fn = vars(type(fn)).get("__call__")
     code = getattr(fn, "__code__", None)

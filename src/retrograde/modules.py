@@ -165,6 +165,8 @@ class ReversibleSequence(Net):
             raise ProgramError(f"streams must be a whole number, 2 or more, got {streams!r}")
         self.split, self.dim, self.merge = split, dim, merge
         self.streams = tuple(f"x{i + 1}" for i in range(streams))
+        if not isinstance(blocks, Iterable):
+            raise ProgramError(f"the blocks are a {type(blocks).__name__}, not a list of pairs of callables (f, g)")
         self.blocks = nn.ModuleList(_block(i, block) for i, block in enumerate(blocks))
         if not self.blocks:
             raise ProgramError("no blocks: ReversibleSequence needs at least one (f, g)")
@@ -346,6 +348,8 @@ def _block(index: int, block: Any) -> nn.Module:
         fns = list(block)
         if len(fns) == 2 and all(callable(fn) and not isinstance(fn, type) for fn in fns):
             return Block(*fns)
+        if classes := [fn.__name__ for fn in fns if isinstance(fn, type)]:
+            raise ProgramError(f"block {index} has the class {classes[0]}, not an instance")
     size = f" of {len(block)}" if isinstance(block, (tuple, list)) else ""
     raise ProgramError(f"block {index} is a {type(block).__name__}{size}, not a pair of callables (f, g)")
 

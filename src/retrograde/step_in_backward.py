@@ -5,14 +5,18 @@
    gradient.
 3. No moment exists at which all gradients do: what needs one (clipping by the global norm, accumulation over several backward
    passes) is refused, as is a gradient that comes in pieces.
+4. DDP averages gradients over processes at the end of backward, and a GradScaler divides them after it: too late. Neither can be
+   seen from here but by looking around, which is done once, before the first step.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -26,7 +30,8 @@ def step_in_backward(optimizer: Optimizer) -> StepInBackward:
     """From here on `loss.backward()` steps the parameters of `optimizer`; call `optimizer.zero_grad()` before each one.
 
     Learning-rate schedulers and `state_dict` go on working. `optimizer.step()` raises an error, so that a loop that clips or
-    accumulates cannot go wrong silently. `remove()` on what is returned ends it.
+    accumulates cannot go wrong silently; parameters under DDP and a loss that a GradScaler has scaled raise one too, before the
+    first step. FSDP2 works. `remove()` on what is returned ends it.
 
     >>> import torch, retrograde as rg
     >>> net = torch.nn.Linear(4, 4)
@@ -52,6 +57,7 @@ class StepInBackward:
         self.optimizer = optimizer
         self._lock = threading.Lock()  # backward has a thread for each device
         self._inside = False
+        self._looked = False  # around
         self._stepped: set[int] = set()
         self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -97,6 +103,29 @@ class StepInBackward:
             if p.grad is not None:
                 raise ProgramError("there are gradients already, which would be added to. Call optimizer.zero_grad() first")
 
+    def _look_around(self) -> None:
+        several = (
+            torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        )
+        for thing in gc.get_objects():
+            kind = type(thing)  # isinstance would ask the thing, and some answer with warnings
+            if issubclass(kind, torch.amp.GradScaler) and thing.is_enabled() and thing._scale is not None:
+                raise ProgramError(
+                    "a GradScaler has scaled a loss; it would divide gradients by its scale after this optimizer has stepped on "
+                    "them. Train in bfloat16, which needs none, or leave out rg.step_in_backward; one of another loop must be "
+                    "gone (del scaler)"
+                )
+            if several and issubclass(kind, torch.nn.parallel.DistributedDataParallel) and self._steps_any(thing):
+                raise ProgramError(
+                    "DistributedDataParallel averages gradients over processes after this optimizer has stepped on them, so the "
+                    "processes would drift apart. Shard with fully_shard (FSDP2), which averages them before, or leave out "
+                    "rg.step_in_backward"
+                )
+        self._looked = True
+
+    def _steps_any(self, module: torch.nn.Module) -> bool:
+        return any(id(p) in self._group_of for p in module.parameters())
+
     def _next(self, set_to_none: bool = True) -> None:
         self._stepped.clear()
         self._zero_grad(set_to_none=True)
@@ -122,6 +151,8 @@ class StepInBackward:
     def _step(self, p: Tensor) -> None:
         """The optimizer's own step, on a list of groups that has this parameter alone."""
         with self._lock:
+            if not self._looked:
+                self._look_around()
             group = self._group_of[id(p)]
             alone = {**group, "params": [p]}
             groups, self.optimizer.param_groups = self.optimizer.param_groups, [alone]
