@@ -16,7 +16,7 @@ from .lines import Line, definition, shown, text
 from .update import Inverted, Update
 
 KINDS = {  # and what to write instead
-    "non-deterministic": "draw from torch's generators, as torch.rand does, and let fn depend on its inputs alone",
+    "non-deterministic": "let fn depend on its inputs alone, and draw from torch's generators, as torch.rand does",
     "stateful": "keep it in a buffer (register_buffer): the second run sees it as it was; or change it `if not rg.replaying()`",
     "editing": "let fn work on a copy: `x = x * 0.5` for `x *= 0.5`, `x.clamp(-1, 1)` for `x.clamp_(-1, 1)`",
     "wrong rule": "let undo(apply(target, out), out) be the target: undo must use `out` just as apply does",
