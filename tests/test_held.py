@@ -2,6 +2,8 @@
 
 import gc
 import types
+import weakref
+from collections import defaultdict
 from dataclasses import dataclass
 
 import pytest
@@ -126,7 +128,7 @@ def shifted(x):
 class ByMethods(nn.Module):
     """The code of its forward is in several places; `scale` belongs to the class."""
 
-    scale = ones()
+    scale, other = ones(), ones()
 
     def __init__(self, way):
         super().__init__()
@@ -161,6 +163,20 @@ class ByMethods(nn.Module):
 
 class Decorated(ByMethods):
     @torch.amp.autocast("cpu", enabled=False)
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) + SHIFT
+
+
+class Descriptor:
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, instance, kind):
+        return self.function if instance is None else types.MethodType(self.function, instance)
+
+
+class Described(ByMethods):
+    @Descriptor
     def forward(self, x):
         return torch.tanh(self.linear(x)) + SHIFT
 
@@ -200,6 +216,45 @@ def by(kind, way=""):
         return fns, fns
 
     return make
+
+
+LOG = []
+
+
+def logging_class(_):
+    log = LOG
+
+    class Logging(Above):
+        def forward(self, x):
+            y = torch.tanh(self.linear(x))
+            if not rg.replaying():
+                log.append(y.detach().mean())
+            return y
+
+    return Logging("")
+
+
+class InModel(nn.Module):
+    """Its BatchNorm is a part of the model that its method names; so is that of every other one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(x)) * self.factor()
+
+    def factor(self):
+        return MODEL.factor
+
+
+MODEL = nn.Module()
+
+
+def with_model():
+    MODEL.factor, MODEL.head = 0.5, linear()
+    MODEL.fns = nn.ModuleList(InModel() for _ in range(3))
+    return list(MODEL.fns), MODEL
 
 
 def other_scale(_):
@@ -274,6 +329,7 @@ TOLD = {
     "… in the class above": (by(Below), lambda _: SHIFT.add_(1), "that fn holds on to"),
     "a tensor around a class": (by(enclosed), lambda _: AROUND[-1].add_(1), "that fn holds on to"),
     "a tensor of the class": (by(ByMethods, "class"), lambda _: ByMethods.scale.add_(1), "that fn holds on to"),
+    "… of a forward behind a descriptor": (by(Described), lambda _: SHIFT.add_(1), "that fn holds on to"),
     "another tensor of the class": (by(ByMethods, "class"), other_scale, "that fn holds on to"),
     "a tensor beside an attribute `caches`": (caching({"k": 1}), lambda fns: fns[1].scale[0].add_(1), "that fn holds on to"),
     "other data at the same address": (caching(None), reuse_the_address, "the parameter 'bias'"),
@@ -299,6 +355,9 @@ FINE = {
     "a part of the model that no function uses": (methods, lambda m: m.head[0].weight.add_(1)),
     "a layer of the list that others use": (from_a_list, lambda layers: layers.append(linear())),
     "a global with the name of an attribute": (global_tensor, lambda _: head.weight.add_(1)),
+    "what a method names is the model, and another part of it steps": (with_model, lambda model: model.head.weight.add_(1)),
+    "a list around a class": (by(logging_class), lambda _: LOG.clear()),
+    "a tensor of the class that no code names": (by(ByMethods, "method"), lambda _: ByMethods.other.add_(1)),
     "a global in a method that is not called": (by(ByMethods, "method"), lambda _: UNUSED.add_(1)),
     "an attribute `caches` that has no truth value": (caching(torch.zeros(2)), lambda _: None),
 }
@@ -414,6 +473,8 @@ NOISE = torch.Generator()
 
 
 class Noisy(nn.Module):
+    own = NOISE
+
     def __init__(self, way):
         super().__init__()
         self.linear, self.way = linear(), way
@@ -423,6 +484,8 @@ class Noisy(nn.Module):
         return y * torch.rand(WIDTH, generator=NOISE, dtype=x.dtype) if self.way == "forward" else self.noise(y)
 
     def noise(self, y):
+        if self.way == "class":
+            return y * torch.rand(WIDTH, generator=self.own, dtype=y.dtype)
         return y * (noise() if self.way == "helper" else torch.rand(WIDTH, generator=NOISE, dtype=y.dtype))
 
 
@@ -431,7 +494,7 @@ def noise():
 
 
 @pytest.mark.parametrize("memory", REPLAYED)
-@pytest.mark.parametrize("way", ["forward", "method", "helper", "function"])
+@pytest.mark.parametrize("way", ["forward", "method", "helper", "class", "function"])
 def test_a_global_generator(way, memory):
     def make():
         NOISE.manual_seed(1)
@@ -443,6 +506,78 @@ def test_a_global_generator(way, memory):
     for policy in (memory, "store"):
         found[policy] = [*gradients(make, lambda _: None, policy), NOISE.get_state().double()]
     assert_same(found[memory], found["store"])
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+def test_what_a_loop_keeps_in_a_side_object_for_itself(memory):
+    """fn does not name it, so it is no change of what fn reads."""
+    inner = linear()
+
+    def fn(x, box):
+        return torch.tanh(inner(x)) * box.factor
+
+    def step(memory):
+        torch.manual_seed(0)
+        box = types.SimpleNamespace(factor=2.0, loss=0.0)
+        for x in torch.randn(3, 3, WIDTH, dtype=torch.float64):
+            updates = [rg.Update("ab"[i % 2], fn, "ba"[i % 2], "box") for i in range(3)]
+            box.last = rg.run(updates, {"a": x, "b": x * 0.5}, {"box": box}, memory=memory)["a"]
+            box.loss = box.loss + box.last.square().sum()
+        return torch.autograd.grad(box.loss, list(inner.parameters()))
+
+    assert_same(step(memory), step("store"))
+
+
+def test_classes_made_in_functions_are_let_go():
+    """What is known of a class holds its functions weakly: `super()` puts the class into their closure."""
+
+    def made():
+        class Own(nn.Linear):
+            def forward(self, x):
+                return super().forward(x)
+
+        Own.net = [rg.ReversibleSequence([(Own(4, 4), Own(4, 4))])]
+        Own.net[0](torch.randn(2, 4)).sum().backward()
+        return weakref.ref(Own)
+
+    kinds = [made() for _ in range(3)]
+    gc.collect()
+    assert [kind() for kind in kinds] == [None] * 3
+
+
+class Unbound:
+    """A stranger: it raises when it is asked anything."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError("unbound")
+
+
+def strangers(_):
+    nested = torch.nested.nested_tensor([ones(), ones(2)])
+    proxy = weakref.proxy(MODEL)
+    unbound = Unbound()
+
+    class Strange(Above):
+        box, lazy = defaultdict(list), nn.UninitializedBuffer()
+
+        def forward(self, x):
+            assert self.box is not self.lazy is not proxy is not unbound
+            return torch.tanh(self.linear(x))
+
+    Strange.unbound = unbound
+    module = Strange("")
+    module.ragged = [nested]
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("memory", REPLAYED)
+def test_strangers_around_the_code(memory):
+    """What is found there is asked for its type alone."""
+    nothing = by(strangers), lambda _: None
+    assert_same(gradients(*nothing, memory), gradients(*nothing, "store"))
+    fns, _ = by(strangers)()
+    assert not fns[0].box
 
 
 def runs():

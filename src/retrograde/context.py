@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import errors
 from .call import Streams
 from .capture import capturing
-from .held import TELLING_NOTHING, Held, version_of
+from .held import TELLING_NOTHING, Held, names_in, version_of
 from .outline import Glance, Outline
 from .replay import Draws, generators, modes
 from .sight import Sight
@@ -69,14 +69,18 @@ class Context:
         found = [(place, name, t) for place in places for name, t in place.items() if isinstance(t, Tensor)]
         return [(place, name, t) for place, name, t in found if t.grad_fn is not None]
 
-    def inside_changed(self) -> bool:
-        """Whether one that was there before the forward pass and after it has been edited or exchanged since."""
+    def inside_changed(self, fn: Any, modules: list[nn.Module]) -> bool:
+        """Whether one that was there before the forward pass and after it has been edited or exchanged since.
+
+        Of those with a graph, one that fn names: a loop may also keep what it computes there, for itself.
+        """
         there = {id(t) for t in self._inside()} if self.beside else ()
         then = [(ref(), version) for ref, version in self.beside]
         if any(t is None or id(t) not in there or version_of(t) != version for t, version in then):
             return True
-        now = [(place.get(name), ref(), version) for place, name, ref, version in self.attributes if name in place]
-        return any(t is None or t is not old or version_of(t) != version for t, old, version in now)
+        now = [(name, place[name], ref(), version) for place, name, ref, version in self.attributes if name in place]
+        others = {name for name, t, old, version in now if t is None or t is not old or version_of(t) != version}
+        return bool(others) and not others.isdisjoint(names_in(fn, modules))
 
     def forget(self) -> None:
         """After the forward pass: what is needed again is in the hands of autograd."""

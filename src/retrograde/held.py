@@ -7,7 +7,6 @@ import functools
 import types
 import weakref
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -88,14 +87,17 @@ class Held:
                     yield t
 
     def _look_beside(self, module: nn.Module) -> None:
-        """What a module holds without registering it: in its attributes, in its class, and around the code of its forward."""
+        """What a module holds without registering it: in its attributes, and what its code takes from around it."""
         for name, value in module.__dict__.items():
             if tells_something(name, value):
                 self._look_into(value, 3)
-        for function in code_of(type(module)):
-            self._look_into(function, 2)
-        for kind in _own_classes(type(module)):
-            self.tensors += [value for value in vars(kind).values() if isinstance(value, Tensor)]
+        kind = type(module)
+        if isinstance(forward := kind.forward, types.FunctionType):
+            for name in globals_of(forward):
+                if isinstance(thing := forward.__globals__.get(name), nn.Module):
+                    self._look_into(thing)
+        for thing in _around_code(kind):
+            (self.tensors if issubclass(type(thing), Tensor) else self.generators).append(thing)
 
     def _look_into(self, fn: Any, depth: int = 0) -> None:
         """A function, a method, a partial or any object: through closures, defaults, attributes and containers."""
@@ -119,7 +121,8 @@ class Held:
                 todo += [(inner, depth + 1, names) for inner in _inside(thing)]
 
 
-_HOLDS = (nn.Module, Tensor, torch.Generator)
+_LOOSE = (Tensor, torch.Generator)
+_HOLDS = (nn.Module, *_LOOSE)
 _STANDARD = frozenset(nn.Module().__dict__)
 TELLING_NOTHING = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
 
@@ -153,43 +156,124 @@ def _globals_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(names.union(*(_globals_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))))
 
 
-_CODE: weakref.WeakKeyDictionary[type, tuple[Any, tuple[types.FunctionType, ...]]] = weakref.WeakKeyDictionary()
+_CODE: weakref.WeakKeyDictionary[type, list[weakref.ref[types.FunctionType]]] = weakref.WeakKeyDictionary()
+_MANY = 100  # functions: nobody's forward is in so many
 
 
-def code_of(kind: Any) -> tuple[types.FunctionType, ...]:
+def methods_of(kind: Any) -> list[types.FunctionType]:
     """The forward of a class, the methods of its own that are named in there or in those, and what is below decorators."""
-    forward, found = _CODE.get(kind, (None, ()))
-    if forward is not kind.forward:
-        found = tuple(_code_in(kind))
-        _CODE[kind] = kind.forward, found
+    found: list[Any] = [ref() for ref in _CODE.get(kind, ())]
+    if not found or None in found or found[0] is not kind.forward:
+        found = list(_methods_in(kind))
+        _CODE[kind] = list(map(weakref.ref, found))
     return found
 
 
-def _code_in(kind: type) -> Iterable[types.FunctionType]:
+def _methods_in(kind: Any) -> Iterable[types.FunctionType]:
     found: dict[types.FunctionType, None] = {}
     names = ["forward"]
     for name in names:  # grows while it is read
-        for function in (vars(base).get(name) for base in _own_classes(kind)):
-            function = getattr(function, "fget", None) or getattr(function, "__func__", function)  # properties, static methods
-            while isinstance(function, types.FunctionType) and function not in found:
-                found[function] = None
-                names += [name for name in _names_in(function.__code__) if name not in names]
-                function = getattr(function, "__wrapped__", None)
+        things = [vars(base).get(name) for base in _own_classes(kind)]
+        for thing in [kind.forward, *things] if name == "forward" else things:
+            while thing is not None and len(found) < _MANY:
+                thing = _bare_function(thing)
+                if type(thing) is types.FunctionType:
+                    if thing in found:
+                        break
+                    found[thing] = None
+                    names += [name for name in _names_in(thing.__code__) if name not in names]
+                thing = _wrapped(thing)
     return found
 
 
-def _names_in(code: types.CodeType) -> Iterable[str]:
+def _bare_function(thing: Any) -> Any:
+    """What a class keeps a method in: a property, a static method … Asked by type, as a stranger may answer to `isinstance`."""
+    if issubclass(type(thing), property):
+        return thing.fget
+    if issubclass(type(thing), functools.cached_property):
+        return thing.func
+    return thing.__func__ if issubclass(type(thing), (staticmethod, classmethod, types.MethodType)) else thing
+
+
+def _wrapped(thing: Any) -> Any:
+    """What a decorator has been put around, by functools.wraps."""
+    try:
+        return vars(thing).get("__wrapped__")
+    except Exception:  # it has no attributes, or does not tell them
+        return None
+
+
+def code_of(kind: type) -> list[types.FunctionType]:
+    """Those methods, functions of the same file that they name, and functions in their closures."""
+    found = dict.fromkeys(methods_of(kind))
+    todo = list(found)
+    for function in todo:  # grows while it is read
+        named = [
+            g for _, _, g in globals_around(function) if type(g) is types.FunctionType and g.__globals__ is function.__globals__
+        ]
+        for thing in (*named, *closure_of(function)):
+            if type(thing) is types.FunctionType and thing not in found and len(found) < _MANY:
+                found[thing] = None
+                todo.append(thing)
+    return todo
+
+
+def globals_around(function: types.FunctionType) -> list[tuple[dict[str, Any], str, Any]]:
+    """The globals that a function names; torch's own have nothing that matters."""
+    place = function.__globals__
+    if place.get("__name__", "").startswith("torch."):
+        return []
+    return [(place, name, place.get(name)) for name in globals_of(function)]
+
+
+def closure_of(function: types.FunctionType) -> list[Any]:
+    return [content(cell) for cell in function.__closure__ or ()]
+
+
+def _around_code(kind: type) -> Iterable[Any]:
+    """The tensors and generators around the code of a class, and those of the class that are named in it, each once.
+
+    Modules and containers are not meant: a helper that names the whole model uses a part of it.
+    """
+    code = code_of(kind)
+    things = [thing for function in code for thing in closure_of(function)]
+    things += [g for function in code for _, _, g in globals_around(function)]
+    for base in _own_classes(kind):
+        own = [(name, thing) for name, thing in vars(base).items() if issubclass(type(thing), _LOOSE)]
+        things += [thing for name, thing in own if any(name in _names_in(f.__code__) for f in code) and not _made(thing)]
+    return {id(thing): thing for thing in things if issubclass(type(thing), _LOOSE)}.values()
+
+
+def _made(thing: Any) -> bool:
+    """Whether a tensor of a class was computed, by a function that leaves something there; or is not there yet."""
+    return isinstance(thing, Tensor) and (is_lazy(thing) or thing.grad_fn is not None)
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> frozenset[str]:
     """All names in a piece of code, of attributes and of globals."""
-    return chain(code.co_names, *(_names_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+    return frozenset(code.co_names).union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def names_in(fn: Any, modules: Iterable[nn.Module]) -> frozenset[str]:
+    """All names in the code of a function and its modules, and all strings, which may be names for `getattr`."""
+    code: dict[int, Any] = {id(f): f for module in modules if not is_torchs_own(type(module)) for f in code_of(type(module))}
+    fn = bare(fn)
+    todo = [fn if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)) else type(fn).__call__]
+    for thing in todo:  # grows while it is read
+        if type(thing) is types.FunctionType and id(thing) not in code:
+            code[id(thing)] = thing
+        elif not isinstance(thing, (types.MethodType, functools.partial)):
+            continue
+        if len(todo) < _MANY:
+            todo += _inside(thing)
+    strings = [text for f in code.values() for text in f.__code__.co_consts if isinstance(text, str)]
+    return frozenset(strings).union(*(_names_in(f.__code__) for f in code.values()))
 
 
 def _own_classes(kind: type) -> list[type]:
     """A class and its bases, without torch's."""
     return [base for base in kind.__mro__ if base is not object and not is_torchs_own(base)]
-
-
-def closure_of(function: types.FunctionType) -> list[Any]:
-    return [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
 
 
 def _inside(thing: Any) -> Iterable[Any]:
@@ -211,8 +295,9 @@ def _inside(thing: Any) -> Iterable[Any]:
     return [*getattr(thing, "__dict__", {}).values(), *slots]
 
 
-def _filled(cell: Any) -> bool:
+def content(cell: Any) -> Any:
+    """What is in a cell of a closure; None in one that is not filled yet."""
     try:
-        return cell.cell_contents is not cell
+        return cell.cell_contents
     except ValueError:
-        return False
+        return None

@@ -165,9 +165,11 @@ class ReversibleSequence(Net):
             raise ProgramError(f"streams must be a whole number, 2 or more, got {streams!r}")
         self.split, self.dim, self.merge = split, dim, merge
         self.streams = tuple(f"x{i + 1}" for i in range(streams))
-        if not isinstance(blocks, Iterable):
-            raise ProgramError(f"the blocks are a {type(blocks).__name__}, not a list of pairs of callables (f, g)")
-        self.blocks = nn.ModuleList(_block(i, block) for i, block in enumerate(blocks))
+        try:
+            given = iter(blocks)
+        except TypeError as error:
+            raise ProgramError(f"the blocks are a {type(blocks).__name__}, not a list of pairs of callables (f, g)") from error
+        self.blocks = nn.ModuleList(_block(i, block) for i, block in enumerate(given))
         if not self.blocks:
             raise ProgramError("no blocks: ReversibleSequence needs at least one (f, g)")
         if streams > 2 * len(self.blocks):

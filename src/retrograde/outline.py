@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .held import TELLING_NOTHING, Held, closure_of, code_of, globals_of, is_torchs_own, tells_something
+from .held import Held, code_of, content, globals_around, is_torchs_own, tells_something
 from .sight import NOTHING, Sight, Swap
 
 _flat: Any = chain.from_iterable
@@ -53,8 +53,10 @@ class Outline:
         self.kinds = list(map(type, held.modules))
         self.around: dict[Any, Any] = {}  # of a class: its forward, and what its code finds around it
         for kind in map(type, own):
-            names = [(function.__globals__, name) for function in code_of(kind) for name in globals_of(function)]
-            self.around[kind] = kind.forward, names, [place.get(name) for place, name in names]
+            code = code_of(kind)
+            named = [found for function in code for found in globals_around(function)]
+            cells = [cell for function in code for cell in function.__closure__ or ()]
+            self.around[kind] = kind.forward, named, cells, list(map(content, cells))
 
     def look(self) -> list[Any]:
         """What may change of parameters and modules while these stay the same objects."""
@@ -75,11 +77,7 @@ def outline_of(fn: Any, rule: Any, born: int) -> Outline | None:
             return None
         if not all(p is None or _usual(p) for p in m._parameters.values()):
             return None
-        if is_torchs_own(type(m)):
-            continue
-        if any(tells_something(name, value) for name, value in vars(m).items()):
-            return None
-        if not all(isinstance(value, TELLING_NOTHING) for function in code_of(type(m)) for value in closure_of(function)):
+        if not is_torchs_own(type(m)) and any(tells_something(name, value) for name, value in vars(m).items()):
             return None
     return Outline(held, rule, born)
 
@@ -159,8 +157,10 @@ def stand(known: Outline | Outlines) -> bool:
 
 
 def _around(known: Outline | Outlines) -> bool:
-    for kind, (forward, names, found) in known.around.items():
-        if kind.forward is not forward or any(place.get(name) is not g for (place, name), g in zip(names, found, strict=True)):
+    for kind, (forward, named, cells, contents) in known.around.items():
+        if kind.forward is not forward or any(place.get(name) is not thing for place, name, thing in named):
+            return False
+        if cells and not all(map(is_, map(content, cells), contents)):
             return False
     return True
 

@@ -56,7 +56,7 @@ def unchanged(walk: Walk, record: Record, context: Context, same: bool) -> None:
     if not (same and record.sight.told) and (difference := record.sight.difference(same)):
         raise errors.changed_since(record.where, difference)
     if walk.side and (side := record.update.side_inputs(walk.side)):
-        if context.inside_changed():
+        if context.inside_changed(record.update.fn, record.sight.held.modules):
             raise errors.changed_since(record.where, "a tensor inside of a side input")
         if walk.edited(side):
             raise errors.edited_side_input(record.where)

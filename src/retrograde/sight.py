@@ -33,7 +33,7 @@ class Sight:
         self.fn, self.rule, self.held = fn, rule, held
         self.loose = held.loose
         self.modules = held.modules  # those that must be as they were
-        self.tensors: list[tuple[weakref.ref[Tensor], int, torch.Size]] = []  # weak: they may be of autograd's graph
+        self.tensors: list[tuple[weakref.ref[Tensor], int, str]] = []  # weak: they may be of autograd's graph
         self.children: dict[nn.Module, list[Any]] = {}
         self.empty: list[tuple[dict[str, Any], str]] = []  # slots that hold None
         self.pins: list[Any] = []  # storages of the parameters, so that no other one gets their addresses
@@ -56,7 +56,7 @@ class Sight:
 
     def look(self) -> None:
         if self.held.tensors and getattr(self.fn, "_keeps_a_cache", None) is not True:  # a cache is its own business
-            self.tensors = [(weakref.ref(t), version_of(t), t.shape) for t in self.held.tensors]
+            self.tensors = [(weakref.ref(t), version_of(t), _shape(t)) for t in self.held.tensors]
         for m in self.held.modules:
             for p in m._parameters.values():
                 if p is not None:
@@ -190,7 +190,7 @@ class Sight:
             for ref, version, shape in self.tensors:
                 t = there.get(id(ref()))
                 if t is None or version_of(t) != version:
-                    return f"a tensor of shape {tuple(shape)} that fn holds on to"
+                    return f"a tensor of shape {shape} that fn holds on to"
         return None
 
     def _module_difference(self, slots: set[int] | None) -> str | None:
@@ -294,6 +294,13 @@ NOTHING = Swap()  # there is nothing to put in, as a rule
 def _there(p: Any) -> TypeGuard[Parameter]:
     """A parameter that exists: neither None nor one that a lazy module has yet to make."""
     return p is not None and (type(p) is Parameter or not is_lazy(p))
+
+
+def _shape(t: Tensor) -> str:
+    try:
+        return str(tuple(t.shape))
+    except RuntimeError:  # nested tensors have none
+        return "unknown"
 
 
 def _same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -104,27 +104,33 @@ class StepInBackward:
                 raise ProgramError("there are gradients already, which would be added to. Call optimizer.zero_grad() first")
 
     def _look_around(self) -> None:
-        several = (
-            torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        )
+        if self._in_the_way():
+            gc.collect()  # it may be of a loop that is over
+        if why := self._in_the_way():
+            raise ProgramError(why)
+        self._looked = True
+
+    def _in_the_way(self) -> str | None:
+        """What would come too late, in words. Nothing of what was looked at is left in the frames of an error."""
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
         for thing in gc.get_objects():
             kind = type(thing)  # isinstance would ask the thing, and some answer with warnings
-            if issubclass(kind, torch.amp.GradScaler) and thing.is_enabled() and thing._scale is not None:
-                raise ProgramError(
+            if issubclass(kind, torch.amp.GradScaler) and vars(thing).get("_enabled") and vars(thing).get("_scale") is not None:
+                return (
                     "a GradScaler has scaled a loss; it would divide gradients by its scale after this optimizer has stepped on "
                     "them. Train in bfloat16, which needs none, or leave out rg.step_in_backward; one of another loop must be "
                     "gone (del scaler)"
                 )
             if several and issubclass(kind, torch.nn.parallel.DistributedDataParallel) and self._steps_any(thing):
-                raise ProgramError(
+                return (
                     "DistributedDataParallel averages gradients over processes after this optimizer has stepped on them, so the "
                     "processes would drift apart. Shard with fully_shard (FSDP2), which averages them before, or leave out "
                     "rg.step_in_backward"
                 )
-        self._looked = True
+        return None
 
-    def _steps_any(self, module: torch.nn.Module) -> bool:
-        return any(id(p) in self._group_of for p in module.parameters())
+    def _steps_any(self, ddp: Any) -> bool:
+        return ddp.process_group.size() > 1 and any(id(p) in self._group_of for p in ddp.parameters())
 
     def _next(self, set_to_none: bool = True) -> None:
         self._stepped.clear()
