@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -103,3 +104,4 @@ def processes(kind: str, device: str) -> Iterator[Alone]:
         yield Several(kind, device)
     finally:
         dist.destroy_process_group()
+        time.sleep(0.2)  # gloo's threads let go of the last tensors; Python, if it ended now, would abort the process under them
