@@ -1,5 +1,6 @@
 """What fn holds, however it holds it: changed between forward and backward it is an error, or seen as it was; nothing else is."""
 
+import functools
 import gc
 import types
 import weakref
@@ -439,14 +440,49 @@ def test_side_input_that_collects(forwards, memory):
     assert_same(step(memory), step("store"))
 
 
+class Reader:
+    """Reads a name in one way or another."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, x, box):
+        return torch.tanh(self.inner(x)) * self.read(box)
+
+    @staticmethod
+    def read(box):
+        return box.memory
+
+
+def from_afar(box, name):
+    return getattr(box, name)
+
+
+class Reading(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, box):
+        return torch.tanh(self.inner(x)) * from_afar(box, "memory")
+
+
+READERS = {
+    "function": lambda inner: lambda x, box: torch.tanh(inner(x)) * box.memory,
+    "object": Reader,
+    "module": Reading,
+    "method": lambda inner: Reader(inner).__call__,
+    "partial": lambda inner: functools.partial(Reader.__call__, Reader(inner)),
+}
+
+
 @pytest.mark.parametrize("memory", REPLAYED)
 @pytest.mark.parametrize("how", ["left alone", "exchanged", "let go", "edited"])
-def test_what_an_encoder_computed_inside_of_an_object(how, memory):
+@pytest.mark.parametrize("reader", READERS)
+def test_what_an_encoder_computed_inside_of_an_object(reader, how, memory):
     """Two views and one loss: what the first one read is not there any more."""
     encoder, inner = linear(), linear()
-
-    def fn(x, box):
-        return torch.tanh(inner(x)) * box.memory
+    fn = READERS[reader](inner)
 
     def step(memory):
         torch.manual_seed(0)

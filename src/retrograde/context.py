@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import errors
+from .around import may_name
 from .call import Streams
 from .capture import capturing
-from .held import TELLING_NOTHING, Held, names_in, version_of
+from .held import TELLING_NOTHING, Held, bare, version_of
 from .outline import Glance, Outline
 from .replay import Draws, generators, modes
 from .sight import Sight
@@ -80,7 +81,7 @@ class Context:
             return True
         now = [(name, place[name], ref(), version) for place, name, ref, version in self.attributes if name in place]
         others = {name for name, t, old, version in now if t is None or t is not old or version_of(t) != version}
-        return bool(others) and not others.isdisjoint(names_in(fn, modules))
+        return bool(others) and may_name([bare(fn), *map(type, modules)], others)
 
     def forget(self) -> None:
         """After the forward pass: what is needed again is in the hands of autograd."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .held import Held, code_of, content, globals_around, is_torchs_own, tells_something
+from .around import code_of, content, globals_around, is_torchs_own
+from .held import Held, tells_something
 from .sight import NOTHING, Sight, Swap
 
 _flat: Any = chain.from_iterable

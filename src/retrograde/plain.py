@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .held import _STANDARD, Held, bare, globals_of, version_of
+from .around import globals_of
+from .held import _STANDARD, Held, bare, version_of
 from .modules import Net
 
 _CONTAINERS = (list, dict, set, collections.deque)
