@@ -564,6 +564,62 @@ def test_what_a_loop_keeps_in_a_side_object_for_itself(memory):
     assert_same(step(memory), step("store"))
 
 
+@pytest.mark.parametrize("memory", REPLAYED)
+def test_what_fns_leave_in_a_side_object(memory):
+    """In each pass anew: what was there before is not what the second run reads."""
+    inner = linear()
+
+    def fn(x, box):
+        y = torch.tanh(inner(x)) * box.factor
+        box.aux = y.square().mean()
+        return y
+
+    def step(memory):
+        torch.manual_seed(0)
+        box, loss = types.SimpleNamespace(factor=2.0), 0.0
+        for x in torch.randn(3, 3, WIDTH, dtype=torch.float64):
+            updates = [rg.Update("ab"[i % 2], fn, "ba"[i % 2], "box") for i in range(3)]
+            loss = loss + rg.run(updates, {"a": x, "b": x * 0.5}, {"box": box}, memory=memory)["a"].square().sum() + box.aux
+        return torch.autograd.grad(loss, list(inner.parameters()))
+
+    assert_same(step(memory), step("store"))
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("how", ["closure", "forward"])
+def test_a_generator_that_comes_later(how, memory):
+    """There is none around the code in the first passes, where what fns hold is looked up and remembered."""
+
+    def step(memory):
+        torch.manual_seed(0)
+        source = None
+
+        class Late(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = linear()
+
+            def forward(self, x):
+                return torch.tanh(self.linear(x)) * (1 if source is None else torch.rand(WIDTH, generator=source, dtype=x.dtype))
+
+        def noisy(self, x):
+            return torch.tanh(self.linear(x)) * torch.rand(WIDTH, generator=NOISE, dtype=x.dtype)
+
+        net = rg.Reversible(rg.wirings.leapfrog([Late() for _ in range(4)]), memory=memory)
+        x = torch.randn(3, WIDTH, dtype=torch.float64)
+        for i in range(7):
+            net.zero_grad()
+            if i == 5 and how == "closure":
+                source = torch.Generator().manual_seed(1)
+            elif i == 5:
+                NOISE.manual_seed(1)
+                Late.forward = noisy
+            sum(t.square().sum() for t in net({"a": x, "b": x * 0.5}).values()).backward()
+        return [p.grad for p in net.parameters()]
+
+    assert_same(step(memory), step("store"))
+
+
 def test_classes_made_in_functions_are_let_go():
     """What is known of a class holds its functions weakly: `super()` puts the class into their closure."""
 
