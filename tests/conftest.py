@@ -1,9 +1,7 @@
 import pytest
 import torch
 
-from retrograde import ahead
 
-ahead.KINDS = ("cuda", "cpu")  # so that memory="overlap" runs ahead here as well; a stream of the CPU is none
 torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits for the first
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import retrograde as rg
 
 REPLAYED: list[Any] = ["checkpoint", "reverse"]  # under these every fn runs twice
-POLICIES: list[Any] = [*REPLAYED, "overlap", rg.StoreLast(2), rg.Budget(30_000), rg.Anchor(3), rg.ReverseAbove(0, dim=0)]
+POLICIES: list[Any] = [*REPLAYED, rg.StoreLast(2), rg.Budget(30_000), rg.Anchor(3), rg.ReverseAbove(0, dim=0)]
 WIDTH = 6
 
 

@@ -306,7 +306,7 @@ def test_two_backwards_into_one_encoder(memory):
     assert_same(results[0], results[2])
 
 
-@pytest.mark.parametrize("memory", ["reverse", "overlap"])
+@pytest.mark.parametrize("memory", ["reverse"])
 def test_edited_in_backward(memory):
     """By a hook, after the updates above have been run again with what it was: those below would see another one."""
     blocks = [(Attend(), mlp()) for _ in range(3)]

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .errors import ProgramError, at, too_deep, unknown
 from .exact import Exact
-from .held import Held, bare
-from .outline import dtypes_of
+from .module_state import Held
 from .streams import each, tensors
 
 NAMES = ("auto", "exact", "float")
@@ -36,16 +35,15 @@ def plus(target: Any, out: Any, sign: int = 1) -> Any:
     return each(lambda a, b: plus(a, b, sign), target, out)
 
 
-def exact_streams(name: str, program: Any, streams: dict[str, Any], known: Any = None) -> dict[str, bool]:
-    """The streams carried exactly, and whether each is multiplied. `known` is what is seen of fns at a glance.
+def exact_streams(name: str, program: Any, streams: dict[str, Any], held: Sequence[Held] = ()) -> dict[str, bool]:
+    """The streams carried exactly, and whether each is multiplied. `held` is what the functions hold.
 
     "auto": all that can be, if some fn computes in 16 bits, or if undoing divides a stream and rounding errors with it.
     """
     if name == "float":
         return {}
     if name == "auto":
-        held = program.plan.sixteen if torch.compiler.is_dynamo_compiling() else None  # a trace knows it already
-        fits = _real if program.multiplied else _short if _sixteen_bits(program, streams, held, known) else None
+        fits = _real if program.multiplied else _short if _sixteen_bits(program, streams, held) else None
         return {t: program.exact[t] for t in program.exact if fits is not None and all(map(fits, tensors(streams[t])))}
     if program.inexact:
         index, why = program.inexact
@@ -108,42 +106,22 @@ def _short(t: Tensor) -> bool:
     return _real(t) and t.dtype != torch.float64
 
 
-def _sixteen_bits(program: Any, streams: dict[str, Any], held: bool | None, known: Any) -> bool:
+def _sixteen_bits(program: Any, streams: dict[str, Any], held: Sequence[Held]) -> bool:
     given = [t for name in program.names for t in tensors(streams[name])]
     if any(t.dtype in SIXTEEN for t in given):
         return True
     if any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in SIXTEEN for d in {t.device.type for t in given}):
         return True
-    return held_in_sixteen_bits(program, known) if held is None else held
+    if torch.compiler.is_dynamo_compiling():
+        return program.plan.sixteen  # a trace knows it already
+    return held_in_sixteen_bits(held)
 
 
-def held_in_sixteen_bits(program: Any, known: Any = None) -> bool:
-    """Whether a parameter of some fn, or a tensor that it holds, is of 16 bits."""
-    todo: list[Any] = []
-    updates = program.updates
-    if known is not None:
-        if not dtypes_of(known).isdisjoint(SIXTEEN):
-            return True
-        updates = [update for update, glance in zip(updates, known, strict=True) if glance is None]
-    for fn in map(bare, {id(update.fn): update.fn for update in updates}.values()):
-        if isinstance(fn, torch.nn.Module):
-            todo.append(fn)
-        else:
-            held = Held(fn)
-            todo += held.roots
-            if any(t.dtype in SIXTEEN for t in held.tensors):
-                return True
-    seen = set(todo)
-    while todo:
-        module = todo.pop()
-        for p in module._parameters.values():
-            if p is not None and p.dtype in SIXTEEN:
-                return True
-        sharded = getattr(type(module), "_get_fsdp_state", None)  # what it will be cast to when it is gathered
-        if sharded is not None and sharded(module)._mp_policy.param_dtype in SIXTEEN:
-            return True
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                todo.append(child)
-    return False
+def held_in_sixteen_bits(held: Sequence[Held]) -> bool:
+    """Whether a parameter of some fn is of 16 bits."""
+    modules = list(dict.fromkeys(module for one in held for module in one.modules))
+    slots = [module._parameters.values() for module in modules if module._parameters]
+    if any(p is not None and p.dtype in SIXTEEN for values in slots for p in values):
+        return True
+    sharded = [m for m in modules if hasattr(type(m), "_get_fsdp_state")]
+    return any(m._get_fsdp_state()._mp_policy.param_dtype in SIXTEEN for m in sharded)  # what it is cast to when it is gathered

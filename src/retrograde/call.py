@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
-from . import errors
-from .exact import Exact, read
+from . import errors, fused
+from .exact import Exact, Note, read
+from .replay import replaying
+from .rules import Add, Inverted
+from .sketch import Sketches
 from .streams import flatten, tensors
 from .update import Update
 
@@ -47,9 +51,12 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
             with mode:
                 out = update.fn(*sources, **kwargs)
     except Exception as error:
-        error.add_note(f"raised by fn in {errors.at(index, update)}")
+        where = errors.at(index, update)
+        error.add_note(f"raised by fn in {where}")
         if "saved tensor hooks" in str(error):
             error.add_note("torch.func transforms inside fn need memory='store', or torch.autograd.grad in their place")
+        if replaying() and not isinstance(error, (errors.RetrogradeError, torch.OutOfMemoryError)):
+            raise errors.raised_again(where, error) from error
         raise
     if list(map(_version, own)) != versions:
         edited = {id(t) for t, version in zip(own, versions, strict=True) if t._version != version}
@@ -85,6 +92,43 @@ def _by_rule(index: int, update: Update, step: Callable[[Any, Any], Any], target
         if not isinstance(t, Tensor):
             raise errors.no_tensor(errors.at(index, update), step.__name__, t)
     return made
+
+
+def put_on(
+    index: int, update: Update, target: Any, out: Any, sketches: Sketches | None, *, back: bool = False, known: Any = None
+) -> tuple[Any, list[float] | None]:
+    """The target as its rule changes it, or changes it `back`; and the sketch of `out` (sketch.py).
+
+    `known`: what the target was before, where the change cannot be undone.
+    """
+    rule, row = update.rule, None
+    if sketches is not None:
+        sign = 0 if known is not None else _sign(rule, back)
+        if sign and (made := _fused(index, target, out, sign, sketches)) is not None:
+            return made, None
+        row = sketches.take(index, out)
+    if known is not None:
+        return known, row
+    return (undo(index, update, target, out) if back else rule.apply(target, out)), row
+
+
+def _sign(rule: Any, back: bool) -> int:
+    """1 if the target is added to, -1 if it is subtracted from, 0 if something else is done to it."""
+    inner = rule.rule if isinstance(rule, Inverted) else rule
+    return 0 if type(inner) is not Add else -1 if back is (rule is inner) else 1
+
+
+def _fused(index: int, target: Any, out: Any, sign: int, sketches: Sketches) -> Any:
+    """The addition and the sketch in one CUDA kernel, or None where there is none."""
+    if isinstance(target, Exact) and any(kind == "split" for _, kind in target.form.kinds) and all(t.is_cuda for t in target.made):
+        table = sketches.table()
+        table.start(index, {t.device for t in target.made})
+        return target.plus(out, sign, Note(table, index))
+    if type(target) is type(out) is Tensor and target.is_cuda and fused.addable(target, out):
+        table = sketches.table()
+        table.start(index, (target.device,))
+        return fused.add(target, out, sign, 0, table.row(index, target.device))
+    return None
 
 
 def observe(index: int, update: Update, seen: list[Any], out: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .drift import Pass, Trial, norm, relative, tolerance, vector_error
 from .errors import at
 from .findings import Finding, drifting, faults, with_lines, wrong_backward
-from .held import Held
+from .module_state import modules_of
 from .update import Update
 
 
@@ -146,7 +146,7 @@ def _of_parameter(own: Pass, net: nn.Module, bad: list[str]) -> tuple[str | None
 
 
 def _parameters_of(update: Update, names: dict[int, str]) -> list[str]:
-    held = [id(p) for m in Held(update.fn).modules for p in m._parameters.values()]
+    held = [id(p) for m in modules_of(update.fn) for p in m._parameters.values()]
     return [names[key] for key in held if key in names]
 
 

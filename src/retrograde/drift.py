@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from . import call as calls
 from .errors import NotRepeated, ProgramError, RetrogradeError, at
 from .exact import read
-from .held import Held
+from .module_state import modules_of
 from .lines import Line, Tracer, parting, totals
 from .modules import Net, Reversible
 from .plain import Plain, put_back_python, python_states
@@ -193,8 +193,7 @@ class Trial:
             raise ProgramError(f"{type(net).__name__} contains no rg.Reversible and no rg.ReversibleSequence")
         self.net, self.given, self.programs = net, (inputs, side), list(self.named.values())
         fns = [fn for program in self.programs for fn in _fns(program)]
-        self.modules = list(dict.fromkeys([*net.modules(), *(m for fn in fns for m in Held(fn).modules)]))
-        self.generators = [g for thing in (net, *fns) for g in Held(thing).generators]
+        self.modules = list(dict.fromkeys([*net.modules(), *(m for fn in fns for m in modules_of(fn))]))
         self.plain = Plain([])
         self._initialise()
         self.plain = Plain(fns)
@@ -236,7 +235,7 @@ class Trial:
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[list[Any]]:
         """Buffers, random states, policies and plain attributes of fns are afterwards as they were."""
-        draws = Draws(generators(tree_leaves(self.given)) + self.generators)
+        draws = Draws(generators(tree_leaves(self.given)))
         states = python_states()
         policies = [program.memory for program in self.programs]
         buffers = [one for m in self.modules for one in _buffers(m)]

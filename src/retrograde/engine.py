@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,12 +19,13 @@ from .context import Context
 from .exact import Exact, carried, read
 from .forms import looks, two_forms, use_lean
 from .ledger import Ledger
-from .outline import Outlines
+from .module_state import Held
 from .purse import Learned, Purse, free_bytes
 from .recover import Run
 from .streams import dense, each, tensors
 from .trace_check import at_trace_time, named, whole_graph
 from .update import Program, Update
+from .verify import check_verify, settle
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _SIZES = 256  # so many inputs of different sizes are remembered
@@ -36,10 +38,13 @@ def run(
     *,
     memory: Any = "reverse",
     arithmetic: str = "auto",
+    verify: str = "error",
 ) -> Streams:
     """Run the updates over the streams and return the final streams.
 
-    `side` holds the side inputs by name; `memory` says what is kept for backward, `arithmetic` how streams are added to.
+    `side` holds the side inputs by name; `memory` says what is kept for backward, `arithmetic` how streams are added to. `verify`
+    says what happens where backward finds that fn does not return again what it returned in the forward pass, so that gradients
+    would be wrong: "error", "warn" or "off" (then nobody looks).
 
     >>> import torch, retrograde as rg
     >>> f, g = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -50,8 +55,8 @@ def run(
     if torch.compiler.is_dynamo_compiling():
         if whole_graph():
             return traced.run(updates, streams, side, memory, arithmetic)
-        return _outside_trace(updates, streams, side, memory, arithmetic)
-    return _run(updates, streams, side, memory, arithmetic)
+        return _outside_trace(updates, streams, side, memory, arithmetic, verify)
+    return _run(updates, streams, side, memory, arithmetic, verify)
 
 
 def invert(
@@ -61,6 +66,7 @@ def invert(
     *,
     memory: Any = "reverse",
     arithmetic: str = "auto",
+    verify: str = "error",
 ) -> Streams:
     """From the final streams back to the first: `run` on the reversed list with apply and undo exchanged.
 
@@ -69,7 +75,7 @@ def invert(
     program = updates if isinstance(updates, Program) else Program(updates)
     if torch.compiler.is_dynamo_compiling():
         _inverse_at_trace_time(program.key)
-    return run(program.inverse(), streams, side, memory=memory, arithmetic=arithmetic)
+    return run(program.inverse(), streams, side, memory=memory, arithmetic=arithmetic, verify=verify)
 
 
 @at_trace_time
@@ -83,9 +89,31 @@ def _outside_trace(*args: Any) -> Streams:
     return _run(*args)
 
 
-def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arithmetic: str) -> Streams:
+class _Instead(threading.local):
+    memory: Any = None
+    verify: str | None = None
+
+
+_INSTEAD = _Instead()
+
+
+@contextlib.contextmanager
+def instead(memory: Any = None, verify: str | None = None) -> Iterator[None]:
+    """In this thread, what all programs run with in place of what they are given: to compare one policy with another."""
+    before = _INSTEAD.memory, _INSTEAD.verify
+    _INSTEAD.memory, _INSTEAD.verify = memory, verify
+    try:
+        yield
+    finally:
+        _INSTEAD.memory, _INSTEAD.verify = before
+
+
+def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arithmetic: str, verify: str) -> Streams:
     program = updates if isinstance(updates, Program) else Program(updates)
     check_arithmetic(arithmetic)
+    verify = _INSTEAD.verify or check_verify(verify)
+    memory = memory if _INSTEAD.memory is None else _INSTEAD.memory
+    settle(program)
     if side is not None and not isinstance(side, Mapping):
         raise errors.ProgramError(f"side must be a dict of side inputs by name, got a {type(side).__name__}")
     side = dict(side or {})
@@ -103,16 +131,13 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
             )
         stretches = [("store", len(program.updates), None)]
     needed = any(kind != "store" for kind, _, _ in stretches)
-    if not torch.is_grad_enabled():
-        program.outlines = Outlines()  # the old ones keep modules alive that may have been exchanged since
-    glances = program.outlines.look(program.updates) if needed else []
-    exact = exact_streams(arithmetic, program, state, glances if needed else None)
+    held = [Held(update.fn, update.rule) for update in program.updates] if needed or arithmetic == "auto" else []
+    exact = exact_streams(arithmetic, program, state, held)
     ledger = Ledger(program.updates, list(exact))
     for ledger.index, name in enumerate(exact, len(program.updates)):
         state[name] = carried(state[name], ledger, exact[name])
-    with _no_cast_cache(), _all_or_nothing(side, needed, wary=arithmetic == "auto") as context:
-        if context is not None:
-            context.glances, context.broken = glances, program.outlines.broken
+    context = Context(program, held, state, side, verify, wary=arithmetic == "auto") if needed else None
+    with _no_cast_cache(), _all_or_nothing(context):
         start, plain = 0, False
         for kind, count, limit in stretches:
             plain = _STRETCH[kind](program, range(start, start + count), state, side, context, limit)
@@ -170,13 +195,6 @@ def _reverse(program: Program, indices: range, state: Streams, side: Streams, co
     if limit is not None:
         return _within(limit, program, indices, state, side, context)
     _walkable(program, indices, state, context)
-    return False
-
-
-def _overlap(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> bool:
-    """As `_reverse`; in backward the next update runs again beside the gradients of the present one."""
-    refuse_growth(program, indices, state)
-    _walkable(program, indices, state, context, overlap=True)
     return False
 
 
@@ -244,7 +262,7 @@ def _checkpoint(program: Program, indices: range, state: Streams, _: Any, contex
     return True
 
 
-_STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "overlap": _overlap, "checkpoint": _checkpoint}
+_STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint}
 
 
 @contextlib.contextmanager
@@ -265,18 +283,17 @@ def _no_cast_cache() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(side: Streams, needed: bool, wary: bool) -> Iterator[Context | None]:
+def _all_or_nothing(context: Context | None) -> Iterator[None]:
     """If fn fails, random generators and buffers are as they were before the run; ordinary autograd promises no such thing."""
-    if not needed:
-        yield None
+    if context is None:
+        yield
         return
-    context = Context(side, wary)
     try:
-        yield context
+        yield
     except BaseException:
         context.draws.put_back()
-        for sight in reversed(context.sights):
-            sight.put_back()
+        for modules in reversed(context.modules):
+            modules.put_back()
         raise
     finally:
         context.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -129,6 +130,10 @@ def changed_since(where: str, what: str) -> NotRepeated:
     )
 
 
+def held_tensor(shape: Any) -> str:
+    return f"a tensor of shape {tuple(shape)} that fn holds on to"
+
+
 def edited_side_input(where: str) -> NotRepeated:
     return NotRepeated(
         "a side input of fn was edited in place during backward, by a hook perhaps, so fn cannot be run again as it was. Edit a "
@@ -168,6 +173,59 @@ def edited_in_backward(where: str) -> EditedInBackward:
     return EditedInBackward(
         "the backward pass of fn edited in place a tensor that fn had saved, and it is a stream that what is below is recovered "
         "from. Let the backward of your autograd.Function work on a copy (`x * 2` for `x.mul_(2)`), or use memory='store'",
+        where,
+    )
+
+
+def other_value(where: str, far: float, drifts: bool, late: bool) -> NotRepeated:
+    return NotRepeated(
+        f"when backward ran fn again, it returned something else than in the forward pass {_apart(far)}, so gradients would be "
+        f"wrong{_late(late)}. {_CAUSES} {_DRIFT if drifts else ''}rg.check.gradients(net, x) shows where it comes from; with "
+        "memory='store' nothing is run again",
+        where,
+    )
+
+
+def drifted(where: str, far: float) -> NotRepeated:
+    return NotRepeated(
+        f"when backward ran fn again, it returned something slightly different {_apart(far)}, and gradients are off by about as "
+        f"much. {_DRIFT}{_CAUSES}",
+        where,
+    )
+
+
+def wrong_undo(where: str, far: float, late: bool) -> NotRepeated:
+    return NotRepeated(
+        f"undo of the rule does not give back the target as it was before apply {_apart(far)}, so gradients of the updates before "
+        f"it would be wrong{_late(late)}. undo(apply(target, out), out) must be the target, up to rounding. Where that cannot "
+        "be, use memory='checkpoint'",
+        where,
+    )
+
+
+_CAUSES = (
+    "fn must depend on its inputs, parameters and buffers alone: it must not draw from Python's or numpy's random generators, nor "
+    "count calls or keep results in attributes, nor read a flag, a mask or a global that changed after the forward pass."
+)
+_DRIFT = (
+    "Or the inputs of fn have drifted, as undoing updates in floating point rounds: arithmetic='exact' does not drift (for "
+    "additions), memory='checkpoint' and rg.Anchor(every=n) drift less. "
+)
+
+
+def _apart(far: float) -> str:
+    return f"(relative difference {far:.1e})" if math.isfinite(far) else "(other elements are NaN or infinite)"
+
+
+def _late(late: bool) -> str:
+    return " (found after backward was over: one optimizer step may have used them)" if late else ""
+
+
+def raised_again(where: str, error: BaseException) -> NotRepeated:
+    return NotRepeated(
+        f"when backward ran fn again, it raised {type(error).__name__}: {error}. In the forward pass it did not, so it is not the "
+        "same function any more, or its inputs have drifted. Make fn depend on its inputs alone (rg.replaying() tells it when it "
+        "is run again), or use memory='store'",
         where,
     )
 

@@ -13,7 +13,7 @@ Streams of float64 have a finer grid, 2^-35, and take the plain path.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,13 @@ class Form:
 
     def stream(self, made: list[Tensor]) -> Exact:
         return Exact(made, self)
+
+
+class Note(NamedTuple):
+    """Where the sketch of what is added goes."""
+
+    table: Any
+    index: int
 
 
 class Exact(Carried):
@@ -82,16 +89,19 @@ class Exact(Carried):
             found += [None if grad is None else grad.to(made[0].dtype), *(None for _ in made[1:])]
         return found
 
-    def plus(self, out: Any, sign: int) -> Exact:
-        """The stream with `out`, rounded to the grid, added or subtracted."""
+    def plus(self, out: Any, sign: int, note: Note | None = None) -> Exact:
+        """The stream with `out`, rounded to the grid, added or subtracted. `note`: where the sketch of `out` goes."""
         ledger = None if replaying() else self.form.ledger  # a second run meets the values of the first
         parts = [out] if self.form.spec is None else self.form.spec.flatten_up_to(out)
         made: list[Tensor] = []
-        for (dtype, kind, own), part in zip(self.leaves(), parts, strict=True):
+        for number, ((dtype, kind, own), part) in enumerate(zip(self.leaves(), parts, strict=True)):
+            if note is not None and kind != "split":
+                note.table.leaf(note.index, number, part.detach())
             if kind == "plain":
                 made.append((own[0] + sign * part).to(dtype))
             elif kind == "split":
-                made += fused.plus(own[0], own[1], part, sign, ledger)
+                row = None if note is None else (note.table.row(note.index, part.device), number)
+                made += fused.plus(own[0], own[1], part, sign, ledger, row)
             else:
                 step = fused.on_grid(part, _bits(dtype))
                 total = own[0] + step if sign > 0 else own[0] - step

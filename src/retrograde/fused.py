@@ -1,4 +1,7 @@
-"""The split form of a value on the grid, on CUDA: a float32 and an int16, added to in one kernel."""
+"""Additions on CUDA, each in one kernel, which takes the sketch of what is added as well (sketch.py).
+
+Beside plain floating point there is the split form of a value on the grid, a float32 and an int16 (exact.py).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from torch import Tensor
 
 from .ledger import GRID, LIMIT, Ledger
 from .pretence import pretended
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SKETCHED = (*_FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 @functools.cache
@@ -27,13 +33,75 @@ def _kernels() -> Any:
 def usable(t: Tensor) -> bool:
     if torch.compiler.is_dynamo_compiling() or pretended(t) == "cuda":
         return True
-    return (
-        t.device.type == "cuda"
-        and type(t) in (Tensor, torch.nn.Parameter)
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
-        and _kernels() is not None
-    )
+    return _untransformed(t)
+
+
+def _untransformed(t: Tensor) -> bool:
+    return _on_cuda(t) and not torch._C._are_functorch_transforms_active() and torch.autograd.forward_ad._current_level < 0
+
+
+def _on_cuda(t: Tensor) -> bool:
+    return t.is_cuda and type(t) in (Tensor, torch.nn.Parameter) and _kernels() is not None
+
+
+# -- floating point, and sketches --------------------------------------------------------------------------------------
+
+
+def sketch(t: Tensor, number: int, row: Tensor) -> bool:
+    """Add the sketch of a leaf to `row`, or return False where no kernel can. The weights depend on its number."""
+    if torch.compiler.is_dynamo_compiling() or not _on_cuda(t) or t.dtype not in _SKETCHED:
+        return False
+    _kernels().sketch(t.contiguous(), number, row)
+    return True
+
+
+def add(target: Tensor, part: Tensor, sign: int, number: int = 0, row: Tensor | None = None) -> Tensor | None:
+    """`target + part`, or minus, in the target's dtype; and into `row` the sketch of `part` and the size of `target`.
+
+    None where no kernel can: nothing is done then.
+    """
+    if not addable(target, part):
+        return None
+    if torch.is_grad_enabled() and (target.requires_grad or part.requires_grad):
+        return _Add.apply(target, part, sign, number, row)  # type: ignore[return-value]
+    return _added(target, part, sign, number, row)
+
+
+def addable(target: Tensor, part: Tensor) -> bool:
+    """Whether there is a kernel for this addition."""
+    if torch.compiler.is_dynamo_compiling() or not (_plain(target) and _plain(part)):
+        return False
+    return target.shape == part.shape and target.device == part.device
+
+
+def _plain(t: Tensor) -> bool:
+    return _untransformed(t) and t.dtype in _FLOATS and t.is_contiguous() and not t.is_neg()
+
+
+def _added(target: Tensor, part: Tensor, sign: int, number: int, row: Tensor | None) -> Tensor:
+    new = torch.empty_like(target)
+    _kernels().add(target, part, new, sign, number, row)
+    return new
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, target: Tensor, part: Tensor, sign: int, number: int, row: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sign, ctx.dtype = sign, part.dtype
+        return _added(target, part, sign, number, row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        return grad, _part_grad(ctx, grad, ctx.needs_input_grad[1]), None, None, None
+
+
+def _part_grad(ctx: Any, grad: Tensor | None, needed: bool) -> Tensor | None:
+    """Of what was added or subtracted."""
+    return None if grad is None or not needed else (grad if ctx.sign > 0 else -grad).to(ctx.dtype)
+
+
+# -- exact -------------------------------------------------------------------------------------------------------------
 
 
 def on_grid(t: Tensor, bits: int = GRID) -> Tensor:
@@ -48,13 +116,18 @@ def split(t: Tensor, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
     return plus(zero, zero.to(torch.int16), t, 1, ledger)
 
 
-def plus(high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
-    """`part`, rounded to the grid, added or subtracted; with a ledger, what leaves the range is written down there."""
+def plus(
+    high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None, sketch: tuple[Tensor, int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """`part`, rounded to the grid, added or subtracted; with a ledger, what leaves the range is written down there.
+
+    With `sketch`, a row and the number of the leaf, the sketch of `part` is added to the row; not in a trace.
+    """
     if torch.compiler.is_dynamo_compiling():
         return _in_trace(high, low, part, sign)
     if torch.is_grad_enabled() and (high.requires_grad or part.requires_grad):
-        return _Plus.apply(high, low, part, sign, ledger)  # type: ignore[return-value]
-    return _sum(high, low, part, sign, ledger)
+        return _Plus.apply(high, low, part, sign, ledger, sketch)  # type: ignore[return-value]
+    return _sum(high, low, part, sign, ledger, sketch)
 
 
 def _in_trace(high: Tensor, low: Tensor, part: Tensor, sign: int) -> tuple[Tensor, Tensor]:
@@ -81,28 +154,31 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return total, ((a - (total - of_b)) + (b - of_b)).detach()
 
 
-def _sum(high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
-    if part.stride() != high.stride():
+def _sum(
+    high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None, mark: tuple[Tensor, int] | None
+) -> tuple[Tensor, Tensor]:
+    if part.stride() != high.stride() or part.is_neg():
         part = torch.empty_like(high, dtype=part.dtype).copy_(part)
     new_high, new_low = torch.empty_like(high), torch.empty_like(low)
     if pretended(high):
         return new_high, new_low
+    row, number = (None, 0) if mark is None else mark
+    if row is not None and not high.is_contiguous() and sketch(part, number, row):  # a sketch goes by positions in the shape
+        row = None
     flags, slot = (None, 0) if ledger is None else (ledger.flags_on(high.device), ledger.index)
-    _kernels().plus(high, low, part, new_high, new_low, sign, flags, slot)
+    _kernels().plus(high, low, part, new_high, new_low, sign, flags, slot, number, row)
     return new_high, new_low
 
 
 class _Plus(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, high: Tensor, low: Tensor, part: Tensor, sign: int, ledger: Any, mark: Any) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.sign, ctx.dtype = sign, part.dtype
-        made = _sum(high, low, part, sign, ledger)
+        made = _sum(high, low, part, sign, ledger, mark)
         ctx.mark_non_differentiable(made[1])
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        if grad is None:
-            return None, None, None, None, None
-        return grad, None, (grad if ctx.sign > 0 else -grad).to(ctx.dtype), None, None
+        return grad, None, _part_grad(ctx, grad, ctx.needs_input_grad[2]), None, None, None

@@ -42,11 +42,33 @@ class Keep(torch.autograd.Function):
         return None, None, grad
 
 
+class Source(torch.autograd.Function):
+    """A recovered stream as fn reads it: no leaf, as the graph would keep a leaf alive with all of its numbers.
+
+    So a tensor of its graph that fn leaves in an attribute keeps nodes alive, and no stream.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anything: Tensor, t: Tensor) -> Tensor:
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[None, None]:
+        return None, None
+
+
 # What `apply` itself calls when it has found that no transform is around: here none ever is.
 _vault = super(torch.autograd.Function, Vault).apply  # type: ignore[attr-defined]
 keep = super(torch.autograd.Function, Keep).apply  # type: ignore[attr-defined]
+_NOTHING = torch.empty(0, requires_grad=True)
+_source = super(torch.autograd.Function, Source).apply  # type: ignore[attr-defined]
 
 
 def vault(saved: list[Tensor]) -> Tensor:
     """A tensor that keeps these alive, as autograd's saved tensors."""
     return _vault(torch.empty(0, requires_grad=True), saved)
+
+
+def source(t: Tensor) -> Tensor:
+    """The same numbers, behind a node of their own."""
+    return _source(_NOTHING, t)

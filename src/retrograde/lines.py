@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .held import Around
+from .module_state import Around
 from .streams import tensors
 
 Line = tuple[str, int]  # file and number

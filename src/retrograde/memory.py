@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from .errors import ProgramError, unknown
 from .streams import tensors
 
-KINDS = ("store", "checkpoint", "reverse", "overlap")
+KINDS = ("store", "checkpoint", "reverse")
 
 Stretch = tuple[str, int, int | str | None]  # kind, number of updates, limit in bytes
 
@@ -96,6 +97,9 @@ POLICIES = (StoreLast, Anchor, Budget, ReverseAbove)
 
 
 def check_memory(memory: Any) -> Any:
+    if memory == "overlap":
+        warnings.warn("memory='overlap' does not exist any more: it runs as memory='reverse'", stacklevel=3)
+        return "reverse"
     if isinstance(memory, POLICIES) or (isinstance(memory, str) and memory in KINDS):
         return memory
     raise unknown("memory policy", memory, [*KINDS, *(f"rg.{policy.__name__}(…)" for policy in POLICIES)])

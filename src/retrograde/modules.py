@@ -17,11 +17,14 @@ from .streams import each, flatten, unflatten
 from .trace_check import at_trace_time, key_of, named, refuse, whole_graph
 from .traced import make_plan
 from .update import ALL, Program, Update
+from .verify import check_verify
 from .wirings import OfSum, turn
 
 
 class Chosen:
-    """Memory and arithmetic, checked when they are set."""
+    """Memory, arithmetic and verify, checked when they are set."""
+
+    _verify = "error"
 
     @property
     def memory(self) -> Any:
@@ -39,13 +42,21 @@ class Chosen:
     def arithmetic(self, arithmetic: str) -> None:
         self._arithmetic = check_arithmetic(arithmetic)
 
+    @property
+    def verify(self) -> str:
+        return self._verify
+
+    @verify.setter
+    def verify(self, verify: str) -> None:
+        self._verify = check_verify(verify)
+
 
 class Net(Chosen, nn.Module):
-    """`memory` and `arithmetic` may be set at any time between forward passes; parameters do not depend on them."""
+    """`memory`, `arithmetic` and `verify` may be set at any time between forward passes; parameters do not depend on them."""
 
-    def __init__(self, memory: Any, arithmetic: str):
+    def __init__(self, memory: Any, arithmetic: str, verify: str = "error"):
         super().__init__()
-        self.memory, self.arithmetic = memory, arithmetic
+        self.memory, self.arithmetic, self.verify = memory, arithmetic, verify
         self._key = key_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -65,8 +76,10 @@ class Reversible(Net):
     >>> first = net.inverse(out)
     """
 
-    def __init__(self, updates: Iterable[Update], *, memory: Any = "reverse", arithmetic: str = "auto"):
-        super().__init__(memory, arithmetic)
+    def __init__(
+        self, updates: Iterable[Update], *, memory: Any = "reverse", arithmetic: str = "auto", verify: str = "error"
+    ):
+        super().__init__(memory, arithmetic, verify)
         self._program = Program(updates)
         distinct = dict.fromkeys(u.fn for u in self._program.updates if isinstance(u.fn, nn.Module))
         self.fns = nn.ModuleList(distinct)
@@ -92,12 +105,12 @@ class Reversible(Net):
 
     def forward(self, streams: Mapping[str, Any], /, **side: Any) -> dict[str, Any]:
         self.program.refuse_unused(side)
-        return run(self.program, streams, side, memory=self.memory, arithmetic=self.arithmetic)
+        return run(self.program, streams, side, memory=self.memory, arithmetic=self.arithmetic, verify=self.verify)
 
     def inverse(self, streams: Mapping[str, Any], /, **side: Any) -> dict[str, Any]:
         """The streams that `forward` was given, from those that it returned."""
         self.program.refuse_unused(side)
-        return invert(self.program, streams, side, memory=self.memory, arithmetic=self.arithmetic)
+        return invert(self.program, streams, side, memory=self.memory, arithmetic=self.arithmetic, verify=self.verify)
 
     def extra_repr(self) -> str:
         return f"{len(self._program.updates)} updates, memory={self.memory!r}, arithmetic={self.arithmetic!r}"
@@ -155,8 +168,9 @@ class ReversibleSequence(Net):
         route: Any = (True, False),
         memory: Any = "reverse",
         arithmetic: str = "auto",
+        verify: str = "error",
     ):
-        super().__init__(memory, arithmetic)
+        super().__init__(memory, arithmetic, verify)
         if split not in ("copy", "chunk"):
             raise unknown("split", split, ("copy", "chunk"))
         if merge not in ("mean", "sum", "cat", None):
@@ -253,7 +267,8 @@ class ReversibleSequence(Net):
         count = len(self.streams)
         parts = self._copies(x) if self.split == "copy" else self._parts(x)
         memory = settled(memory, x)  # measured on the input, not on its parts
-        out = run(updates, dict(zip(self.streams, parts, strict=True)), side, memory=memory, arithmetic=self.arithmetic)
+        streams = dict(zip(self.streams, parts, strict=True))
+        out = run(updates, streams, side, memory=memory, arithmetic=self.arithmetic, verify=self.verify)
         parts = tuple(out[name] for name in self.streams)
         if self.merge is None:
             return parts
@@ -279,7 +294,7 @@ class ReversibleSequence(Net):
         parts = y if self.merge is None else self._parts(y)
         memory = settled(self.memory, y)
         streams = dict(zip(self.streams, parts, strict=True))
-        first = invert(program, streams, side, memory=memory, arithmetic=self.arithmetic)
+        first = invert(program, streams, side, memory=memory, arithmetic=self.arithmetic, verify=self.verify)
         if self.split == "copy":
             return first["x1"] if count == 2 else each(lambda t: t * (count - 1), first["x1"])
         return joined(*(first[name] for name in self.streams), dim=self.dim)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .around import globals_of
-from .held import _STANDARD, Held, bare, version_of
+from .module_state import _STANDARD, Around, modules_of, version_of
 from .modules import Net
 
 _CONTAINERS = (list, dict, set, collections.deque)
@@ -107,11 +106,11 @@ def _drawn_from(value: Any) -> str:
 
 
 def _places(fn: Any) -> Iterator[Place]:
-    fn = bare(fn)
-    held = Held(fn)
+    fn = fn.fn if isinstance(fn, Around) and not isinstance(fn.fn, nn.Module) else fn
+    held = modules_of(fn)
     names = {id(m): f"{name}." for name, m in fn.named_modules() if name} if isinstance(fn, nn.Module) else {}
     functions: list[types.FunctionType] = []
-    for module in held.modules:
+    for module in held:
         if isinstance(module, Net):
             continue
         yield _attributes(module, names.get(id(module), ""), _STANDARD)
@@ -172,7 +171,7 @@ def _globals(functions: list[types.FunctionType]) -> Iterator[Place]:
             continue
         seen.add(fn)
         around, names = found.setdefault(id(fn.__globals__), (fn.__globals__, set()))
-        for name in globals_of(fn):
+        for name in around:
             value = around.get(name, _MISSING)
             if isinstance(value, types.FunctionType):
                 if value.__globals__ is around:

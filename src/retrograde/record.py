@@ -11,44 +11,43 @@ from torch import Tensor
 from . import errors
 from .call import Streams
 from .exact import read
-from .held import home_of
-from .outline import Glance
+from .keep import source
+from .module_state import ModuleState, home_of
 from .replay import untraced
-from .sight import Sight
 from .streams import each, flatten, tensors, unflatten, with_strides
 from .update import Update
 
 
 class Record:
-    """What the first run of an update leaves behind: everything the second run needs but tensors of the forward pass."""
+    """What the first run of an update leaves behind: everything the recomputation needs but tensors of the forward pass."""
 
     __slots__ = (
-        "before", "drawn", "given", "index", "kept", "lean", "leaves", "meta", "number", "numbered", "ready", "running",
-        "sight", "stale", "target_leaves", "update", "values",
+        "before", "drawn", "drifts", "given", "index", "kept", "lean", "leaves", "meta", "modules", "number", "ready", "row",
+        "stale", "target_leaves", "target_row", "update", "values",
     )  # fmt: skip
     index: int
     number: int  # in the run
     update: Update
-    sight: Glance | Sight
+    modules: ModuleState
     drawn: tuple[list[Any], list[Any]]  # the states of the random generators before and after
     given: Any  # what was drawn itself, where generators cannot be read: inside a CUDA graph (capture.py)
     meta: list[Any]  # (shape, dtype, device, version at the end) of each tensor that fn saved
     stale: Sequence[int]  # numbers of those that fn edited afterwards
     leaves: list[tuple[tuple[int, ...], bool]]  # strides and requires_grad of the leaves of the sources
     target_leaves: list[tuple[tuple[int, ...], bool]]  # the same of the target, for rules that save
+    drifts: bool  # its sources are recovered with roundings
+    row: list[float] | None  # the sketch of what fn returned, as far as it is on a CPU (sketch.py) …
+    target_row: list[float] | None  # … and of the target before the update, for rules of users
     lean: bool  # fn ran in its lean form (forms.py)
-    numbered: bool  # fn itself calls autograd.grad, and asks for what it saved by number
-    running: bool  # in the second run
     values: list[Tensor] | None  # of an update that is stored: the saved tensors themselves …
     before: Any  # … and the target before it
     kept: Any  # the target before an update that made NaN or inf of it, which cannot be undone
-    ready: list[Tensor | None] | None  # what the second run saved, until it is asked for
+    ready: list[Tensor | None] | None  # what the recomputation saved, until it is asked for
 
     def __init__(self, index: int, number: int, update: Update):
         self.index, self.number, self.update = index, number, update
         self.stale = ()
-        self.numbered = self.running = False
-        self.values = self.before = self.kept = self.ready = None
+        self.values = self.before = self.kept = self.ready = self.target_row = None
 
     @property
     def where(self) -> str:
@@ -58,15 +57,14 @@ class Record:
         """The recovered sources in the layout and with the flags that fn saw."""
         if len(self.leaves) == len(self.update.sources) == 1 and isinstance(t := state[self.update.sources[0]], Tensor):
             strides, grad = self.leaves[0]
-            if t.stride() != strides:
-                t = with_strides(t, strides)
-            return [t.detach().requires_grad_() if grad else t]
+            t = with_strides(t, strides)
+            return [source(t) if grad else t]
         rest, again = iter(self.leaves), {}
 
         def leaf(t: Tensor) -> Tensor:
             strides, grad = next(rest)
             t = with_strides(t, strides)
-            return t.detach().requires_grad_() if grad else t
+            return source(t) if grad else t
 
         for name in self.update.sources:
             value = each(leaf, read(state[name]))
@@ -76,7 +74,8 @@ class Record:
     def target_again(self, target: Any) -> Any:
         flat, spec = flatten(target)
         pairs = zip(flat, self.target_leaves, strict=True)
-        return unflatten([with_strides(t, strides).detach().requires_grad_(grad) for t, (strides, grad) in pairs], spec)
+        dense = [(with_strides(t, strides), grad) for t, (strides, grad) in pairs]
+        return unflatten([source(t) if grad else t.detach() for t, grad in dense], spec)
 
 
 def check_captured(record: Record, own: Any, values: list[Any], now: list[Any]) -> None:
@@ -84,8 +83,7 @@ def check_captured(record: Record, own: Any, values: list[Any], now: list[Any]) 
     homes = {home_of(t) for t in tensors(own)}
     for old, new, t in zip(record.meta, now, values, strict=True):
         if old != new and home_of(t) not in homes:
-            what = f"a tensor of shape {tuple(t.shape)} that fn holds on to"
-            raise errors.changed_since(record.where, what)
+            raise errors.changed_since(record.where, errors.held_tensor(t.shape))
 
 
 @untraced
@@ -100,32 +98,29 @@ def packer(store: list[Any], versions: list[int]) -> Callable[[Tensor], int]:
     return pack
 
 
+@untraced
+def numberer(store: list[Any]) -> Callable[[Tensor], int]:
+    """The same for a recomputation, where versions do not matter."""
+
+    def pack(t: Tensor) -> int:
+        store.append(t)
+        return len(store) - 1
+
+    return pack
+
+
 def reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
-    """The unpack hook of a second run, for a fn that itself calls autograd.grad. The list is empty when that run is over."""
+    """The unpack hook of a recomputation, for a fn that itself calls autograd.grad. The list is empty when that is over."""
 
     def read(j: int) -> Tensor:
         if j >= len(store):
-            raise left_behind(record)
+            raise errors.ReplayError(
+                "a tensor that fn left behind while it was recomputed has no graph. Leave it `if not rg.replaying():`",
+                record.where,
+            )
         return store[j]
 
     return read
-
-
-def no_reader(record: Record) -> Callable[[None], Tensor]:
-    """The same for a fn that did no such thing in its first run: nothing is numbered, so that the pack hook is `list.append`."""
-
-    def read(_: None) -> Tensor:
-        if record.running and not record.numbered:
-            record.numbered = True  # it runs once more
-        raise left_behind(record)
-
-    return read
-
-
-def left_behind(record: Record) -> errors.ReplayError:
-    return errors.ReplayError(
-        "a tensor that fn left behind in its second run has no graph. Use `not rg.replaying()`", record.where
-    )
 
 
 version = attrgetter("_version")

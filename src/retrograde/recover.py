@@ -18,6 +18,7 @@ The mechanism. Autograd's graph stays in place; only what it keeps is changed.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import warnings
 import weakref
@@ -31,21 +32,18 @@ import torch
 from torch import Tensor
 
 from . import errors
-from .ahead import Ahead, lane_on
 from .arithmetic import SIXTEEN
-from .call import Streams, apply, call, fitting, observe, sources_of
+from .call import Streams, apply, call, fitting, observe, put_on, sources_of
 from .capture import Drawn
 from .context import Context
 from .exact import Exact
-from .forms import Forms, use_lean
-from .held import version_of
+from .forms import use_lean
 from .keep import keep, vault
-from .outline import stand
+from .module_state import ModuleState, version_of
 from .purse import Purse
+from .recompute import recompute, versions_of
 from .record import Record, describe, packer
-from .replay import modules_called
-from .second import again, unchanged, versions_of
-from .sight import Sight
+from .sketch import PROJECTIONS, usable
 from .streams import detached, each, flatten, tensors, unflatten
 from .update import Update
 from .walks import Walk, enrol, retire
@@ -60,23 +58,14 @@ _PATIENCE = 600.0  # seconds
 _LOCK = threading.RLock()  # one second run at a time: random states and the slots of modules belong to the whole process
 
 
-def sharded(record: Record) -> bool:
-    """By FSDP: parameters are gathered for the gradients of one module at a time, and nothing may run ahead."""
-    return any(hasattr(type(module), "_get_fsdp_state") for module in record.sight.held.modules)
-
-
 class Run:
     """Some connected updates in one forward pass. Autograd's graph owns it; it owns nothing of the graph."""
 
-    def __init__(
-        self, context: Context, keeps_sources: bool = False, purse: Purse | None = None, lean: bool = False, overlap: bool = False
-    ):
+    def __init__(self, context: Context, keeps_sources: bool = False, purse: Purse | None = None, lean: bool = False):
         self.context = context
         self.keeps_sources = keeps_sources
         self.purse = purse
         self.lean = lean  # fns in the lean form (forms.py)
-        self.overlap = overlap  # the next update runs again beside the gradients of the present one, …
-        self.lane: torch.device | None = None  # … on a second stream of this device (ahead.py)
         self.records: list[Record] = []
         self.live: list[Tensor] | None = None  # saved by the update that is in its first run
         self.vault: Callable[[], Tensor | None] = lambda: None  # weak: a strong one would be a cycle that gc cannot see
@@ -93,46 +82,42 @@ class Run:
     def forward(self, index: int, update: Update, state: Streams) -> None:
         """The first run of an update."""
         context, rule, target = self.context, update.rule, state[update.target]
+        verification = context.verification
         sources = sources_of(update, state)
         record = Record(index, len(self.records), update)
-        sight = context.glances[index]
-        if sight is None or not stand(sight.outline):
-            if sight is not None:
-                context.broken.append(sight.outline)
-            sight = Sight.of(update.fn, rule)
-            if any(isinstance(m, torch.jit.ScriptModule) for m in sight.held.modules):
-                raise errors.scripted(record.where)
-            if sight.held.generators:
-                context.draws.follow(sight.held.generators)
-        context.sights.append(sight)
+        held = context.held[index]
+        record.modules = modules = ModuleState(update.fn, held, record)
+        context.modules.append(modules)
+        if held.generators:
+            context.draws.follow(held.generators)
         if len(sources) == 1 and isinstance(t := sources[0], Tensor):  # as a rule
             record.leaves = [(t.stride(), t.requires_grad)]
         else:
             record.leaves = [(t.stride(), t.requires_grad) for value in sources for t in tensors(value)]
         record.target_leaves = [(t.stride(), t.requires_grad) for t in tensors(target)] if rule.saves else []
+        rounded = (name for name in update.sources if name in context.changing and not isinstance(state[name], Exact))
+        record.drifts = not self.keeps_sources and next(rounded, None) is not None
         live: list[Tensor] = []
         versions: list[int] = []
         pack = packer(live, versions)
         drawn = Drawn() if context.capturing else None
         if self.purse is not None:
-            pack = self.purse.watching(pack, [*sight.held.own_tensors(), *context.tensors])
+            pack = self.purse.watching(pack, [*modules.tensors(), *context.tensors])
+        if verification is not None:
+            verification.take_first(record, target)
         self.live = live
         record.lean = self.lean
-        form = Forms.made and use_lean(self.lean)  # a program may be inside of a fn in the other form
+        form = use_lean(self.lean)  # a program may be inside of a fn in the other form
         try:
             _push_hooks(pack, self.unpacker(record))
             try:
-                called = None
-                if sight.loose:
-                    with modules_called() as called:
-                        out, applied = self.first(record, state, sources, target, drawn)
-                else:
+                with modules.watching():
                     out, applied = self.first(record, state, sources, target, drawn)
             finally:
                 _pop_hooks()
-            record.sight = sight = sight.after(called, live)
+            modules.after(live)
             bought = self.purse is not None and self.purse.buys(record, record.where, tensors(target))
-            if bought or not sight.repeatable:
+            if bought or not modules.repeatable:
                 record.values, record.before = [t.detach() for t in live], detached(target)
             record.meta = describe(live, context.known)
             if versions != list(map(_at_end, record.meta)):
@@ -140,8 +125,7 @@ class Run:
         finally:
             live.clear()  # the graph holds on to the hook, and these hold on to the graph
             self.live = None
-            if Forms.made:
-                use_lean(form)
+            use_lean(form)
         record.given = drawn if drawn is not None and drawn.kept else None
         self.records.append(record)
         if self.keeps_sources:
@@ -150,9 +134,24 @@ class Run:
                 applied = each(self.keep({**kept, update.target: target}), applied)
             else:
                 out = each(self.keep(kept), out)
-        state[update.target] = changed = applied if rule.saves else rule.apply(target, out)
-        if isinstance(target, Exact) and not self.keeps_sources and target.spoilt_in(changed):
+        sketches = None if verification is None else verification.first
+        if rule.saves:
+            state[update.target], record.row = applied, sketches and sketches.take(index, out)
+        else:
+            state[update.target], record.row = put_on(index, update, target, out, sketches)
+        if verification is not None:
+            verification.note(record.row)
+        if not self.keeps_sources and self.spoilt(record, target, out, state[update.target]):
             record.kept = detached(target)
+
+    def spoilt(self, record: Record, target: Any, out: Any, changed: Any) -> bool:
+        """Whether NaN or inf came up, which undoing does not take away, as far as that is known without waiting for a device."""
+        if isinstance(target, Exact):
+            return target.spoilt_in(changed)
+        if record.row is not None:
+            return any(record.row[PROJECTIONS:])
+        sums = (t.detach().sum().item() for t in tensors(out) if t.is_cpu and t.is_floating_point() and usable(t))
+        return self.context.verification is None and not all(map(math.isfinite, sums))
 
     def first(self, record: Record, state: Streams, sources: list[Any], target: Any, drawn: Any) -> tuple[Any, Any]:
         """What fn returns, and what a rule that saves makes of the target."""
@@ -198,7 +197,6 @@ class Run:
         devices = {device for meta in self.metas() for shape, _, device, _ in meta if len(shape)}
         devices |= {t.device for value in saved.values() for t in tensors(value)}
         self.scattered = len(devices) > 1
-        self.lane = lane_on(devices) if self.overlap and not any(map(sharded, self.records)) else None
         kept: list[Tensor] = []
         for name, value in saved.items():
             flat, spec = flatten(value)
@@ -251,9 +249,6 @@ class Run:
         """The walk as that of the graph task that is running, if one is."""
         task = _task()
         if task >= 0:
-            other = self.walks.get(task)
-            if other is not None and other.ahead is not None:
-                other.ahead.leave()  # asked for out of turn: nobody will ask that walk
             self.walks[task] = walk
             enrol(walk)
             if saved and (self.scattered or torch.is_grad_enabled()):  # create_graph: later tasks may come without a Keep node
@@ -285,7 +280,6 @@ class Run:
     def fetch(self, record: Record, j: int) -> list[Any]:
         """Walk down to an update and have its saved tensors ready."""
         if self.live is not None and record.number == len(self.records):
-            record.numbered = True
             return list(self.live)  # in its first run: fn itself calls autograd.grad
         if j in record.stale:
             raise errors.edited_inside(record.where, record.meta[j][0])
@@ -303,8 +297,7 @@ class Run:
             if not self.scattered:
                 retire(walk)
             try:
-                next_one = self.lane is None and walk.at == number + 1
-                record.ready = again(walk, record, self.context) if next_one else self.down(walk, number)
+                record.ready = self.down(walk, number)
             except BaseException:
                 self.walks.pop(_task(), None)
                 walk.leave()
@@ -318,29 +311,10 @@ class Run:
             _LOCK.release()
 
     def down(self, walk: Walk, number: int) -> list[Tensor | None]:
-        """What the fn of an update saves, run again; with a lane, the update below begins as well."""
-        ahead, values = walk.ahead, None
-        if ahead is not None and ahead.done is not None and number < walk.at:
-            values = ahead.join(walk)
-            record = self.records[walk.at]
-            unchanged(walk, record, self.context, record.sight.same())  # while it ran: the optimizer may step inside backward
-            if ahead.versions != [t if t is None else t._version for t in values]:
-                raise errors.changed_since(record.where, "a tensor that fn holds on to")
-        if values is None or walk.at != number:
-            while walk.at > number + 1:
-                again(walk, self.records[walk.at - 1], self.context)
-            values = again(walk, self.records[number], self.context)
-        below = self.records[number - 1]
-        if self.lane is not None and number > self.lowest and below.values is None:
-            if ahead is None:
-                walk.ahead = ahead = Ahead(self.lane)
-            if ahead.done is None:
-                try:
-                    found = ahead.start(walk, partial(again, record=below, context=self.context))
-                    ahead.versions = [t if t is None else t._version for t in found]
-                except Exception:  # told when that update is asked for, if it ever is
-                    ahead.leave()
-        return values
+        """What the fn of an update saves, recomputed; the updates above it are undone on the way."""
+        while walk.at > number + 1:
+            recompute(walk, self.records[walk.at - 1], self.context)
+        return recompute(walk, self.records[number], self.context)
 
     def another(self, number: int) -> Walk:
         """A new walk from the top; or, where that is gone, from where one of an enclosing backward stands."""

@@ -216,3 +216,8 @@ class Inverted(Rule):
 
     def mismatch(self, target: Any, out: Any) -> str | None:
         return self.rule.mismatch(target, out)
+
+
+def by_user(rule: Rule) -> bool:
+    """Whether `undo` is the user's own, and may be wrong."""
+    return type(rule.rule if isinstance(rule, Inverted) else rule) not in (Add, Affine, Momentum)

@@ -19,7 +19,7 @@ from . import errors
 from . import memory as policies
 from .arithmetic import check_arithmetic, exact_streams, held_in_sixteen_bits, refuse_growth
 from .exact import carried, read
-from .held import Held
+from .module_state import Held
 from .ledger import Ledger
 from .streams import dense, flatten, tensors, unflatten
 from .trace_check import at_trace_time, check_update, named, note_given, note_made, refuse, second_run, transformed
@@ -33,7 +33,7 @@ class Plan:
     def __init__(self, program: Program):
         self.names = sorted(program.names)
         self.where = [errors.at(index, update) for index, update in enumerate(program.updates)]
-        self.sixteen = held_in_sixteen_bits(program)
+        self.sixteen = held_in_sixteen_bits([Held(update.fn) for update in program.updates])
         self.bodies = [_body(index, update) for index, update in enumerate(program.updates)]
         # whether the rule does the work itself: it has modules, or its fn hands over what may be anything, or nothing
         self.inside = [bool(Held(None, update.rule).roots) or update.rule.alone for update in program.updates]
@@ -70,8 +70,8 @@ def _body(index: int, update: Update) -> nn.Module:
             "fn is compiled already, and under fullgraph=True the whole model is. Give the function itself",
             errors.at(index, update),
         )
-    held = Held(update.fn, update.rule)
-    return update.fn if not held.wide and isinstance(update.fn, nn.Module) else _Holder(update.fn, held.roots)
+    roots = Held(update.fn, update.rule).roots
+    return update.fn if roots == [update.fn] else _Holder(update.fn, roots)
 
 
 @at_trace_time

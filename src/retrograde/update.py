@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .arithmetic import exact_targets
 from .errors import ProgramError, at
-from .outline import Outlines
 from .purse import Learned
 from .rules import Add, Inverted, Rule
 from .streams import flatten
@@ -112,6 +111,7 @@ class Program:
         self.names = {name for update in self.updates for name in (update.target, *update.sources)}
         self.taken = {name for update in self.updates if update.takes is not ALL for name in update.takes.values()}
         self.takes_all = any(update.takes is ALL for update in self.updates)
+        self.changing = {update.target for update in self.updates}
         self.components = self._components()
         self.exact, self.inexact = exact_targets(self.updates)
         self.multiplied = {update.target for update in self.updates if (update.rule.linear or (1,))[0] != 1}
@@ -119,10 +119,7 @@ class Program:
         self.plan: Any = None  # of a trace (traced.py)
         self.back: Program | None = None  # the inverse, once it was asked for
         self.learned: dict[Any, Learned] = {}  # under a budget, by its size and the shapes of the streams
-        self.outlines = Outlines()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"outlines": Outlines()}
+        self.warned = False  # of drift, once
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state | {"key": key_of(self), "plan": None, "back": None, "learned": {}}  # a copy is another program
@@ -136,9 +133,8 @@ class Program:
                 name = parent[name]
             return name
 
-        changing = {update.target for update in self.updates}  # a stream that never changes connects nothing
-        for update in self.updates:
-            for source in changing.intersection(update.sources):
+        for update in self.updates:  # a stream that never changes connects nothing
+            for source in self.changing.intersection(update.sources):
                 parent[root(source)] = root(update.target)
         return [root(update.target) for update in self.updates]
 

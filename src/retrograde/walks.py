@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from .held import version_of
+from .module_state import version_of
 from .streams import tensors
 
 
@@ -16,8 +16,7 @@ class Walk:
     """Where one backward pass stands in a run: `state` is the one after the first `at` updates."""
 
     __slots__ = (
-        "__weakref__", "ahead", "asked", "at", "filled", "finished", "given", "marks", "settled", "side", "state", "thread",
-        "versions",
+        "__weakref__", "asked", "at", "filled", "finished", "given", "side", "sketches", "state", "thread", "versions",
     )  # fmt: skip
 
     def __init__(self, state: dict[str, Any], side: dict[str, Any], at: int, thread: int):
@@ -28,11 +27,9 @@ class Walk:
         self.thread = thread  # of the forward pass: the order of nodes is promised only among those of one thread
         self.finished = False  # the lowest update that saved anything has been asked for
         self.asked = 0  # when an update was last asked for
-        self.marks: Any = None  # the states of the random generators when it was left, where they are those of the first run
-        self.settled = 0  # the thread in which modes were found to be those of the first run, without autocast
         self.versions: list[int] | None = None  # of the streams, when an update was last asked for
         self.filled: Any = None  # the record of the update whose saved tensors are ready
-        self.ahead: Any = None  # the update below, at work on a second stream (ahead.py)
+        self.sketches: Any = None  # of what was recomputed
 
     def edited(self, side: Mapping[str, Any]) -> bool:
         """Whether one of these side inputs was edited since the walk began."""
@@ -44,8 +41,6 @@ class Walk:
 
     def leave(self) -> None:
         """Nothing more will be asked for."""
-        if self.ahead is not None:
-            self.ahead.leave()
         self.state = {}
         self.clear()
 

@@ -1,4 +1,4 @@
-"""What exact arithmetic costs: one addition to a stream, and a whole training step, against plain floating point.
+"""What exact arithmetic and sketches cost: one addition to a stream, and a whole training step, against plain floating point.
 
 python -m retrograde.bench.exact [--device cuda] [--compile] [--json PATH]
 """
@@ -29,14 +29,19 @@ REPEATS = 50  # of one addition, so that launching it does not count
 
 
 def additions(device: str, rounds: int, size: int) -> dict[str, Timing]:
-    """Seconds of adding a 16-bit increment to a float32 stream of so many numbers."""
+    """Seconds of adding a 16-bit increment to a float32 stream of so many numbers, with a sketch of the increment and without."""
     part, stream = torch.randn(size, device=device, dtype=torch.bfloat16), torch.randn(size, device=device)
     ledger = Ledger([], ["stream"])
     wide = fused.on_grid(stream, exact.GRID)
     forms: dict[str, Callable[[], object]] = {"float": lambda: stream + part}
     if fused.usable(stream):
         high, low = fused.split(stream, None)
+        row = torch.zeros(8, device=device, dtype=torch.float64)  # of a sketch
+        forms["float, fused"] = lambda: fused.add(stream, part, 1)
+        forms["float, sketched"] = lambda: fused.add(stream, part, 1, 0, row)
         forms["exact, fused"] = lambda: fused.plus(high, low, part, 1, ledger)
+        forms["exact, sketched"] = lambda: fused.plus(high, low, part, 1, ledger, (row, 0))
+        forms["sketch alone"] = lambda: fused.sketch(part, 0, row)
     forms["exact, plain"] = lambda: ledger.within(wide + fused.on_grid(part, exact.GRID)).float()
 
     def repeated(form: Callable[[], object]) -> None:

@@ -94,11 +94,13 @@ class DualModalityReversibleSequence(Net):
     ) -> list[Tensor]:
         side = {"context": context, "context_mask": context_mask, "video_mask": video_mask, "audio_mask": audio_mask}
         memory = self.memory if reverse else "store"
-        x1, x2, m1, m2 = _run(self.blocks, (video, video, audio, audio), side, memory, self.arithmetic)
+        x1, x2, m1, m2 = _run(self.blocks, (video, video, audio, audio), side, memory, self.arithmetic, self.verify)
         return [(x1 + x2) / 2, (m1 + m2) / 2]
 
 
-def _run(blocks: Any, first: Sequence[Tensor], side: dict[str, Any], memory: Any, arithmetic: str = "auto") -> list[Tensor]:
+def _run(
+    blocks: Any, first: Sequence[Tensor], side: dict[str, Any], memory: Any, arithmetic: str = "auto", verify: str = "error"
+) -> list[Tensor]:
     video, audio = tuple(first[0].shape), tuple(first[2].shape)
     if len(video) != 3 or len(audio) != 3 or (video[0], video[2]) != (audio[0], audio[2]):
         raise ProgramError(f"video and audio must be (batch, length, width), of one batch and width, got {video} and {audio}")
@@ -108,5 +110,6 @@ def _run(blocks: Any, first: Sequence[Tensor], side: dict[str, Any], memory: Any
         if side["context"] is None and "context" in block.takes[0]:
             raise ProgramError(f"block {i}, a {type(block).__name__}, needs a context. Pass context=…")
         updates += block.wiring(block.f, block.g, block.j, block.k, takes=block.takes)
-    out = run(updates, dict(zip(STREAMS, first, strict=True)), side, memory=memory, arithmetic=arithmetic)
+    streams = dict(zip(STREAMS, first, strict=True))
+    out = run(updates, streams, side, memory=memory, arithmetic=arithmetic, verify=verify)
     return [out[name] for name in STREAMS]

@@ -136,7 +136,7 @@ class ReversibleSequential(Net, nn.Sequential):
             x0, x1 = halves(given, dim, "Pad it, or choose another split_dim")
         if odd and back:  # the half that was changed last comes last
             x0, x1 = x1, x0
-        out = act(updates, {"x0": x0, "x1": x1}, side, memory=self.memory, arithmetic=self.arithmetic)
+        out = act(updates, {"x0": x0, "x1": x1}, side, memory=self.memory, arithmetic=self.arithmetic, verify=self.verify)
         if back and self.split_dim is None:
             return out["x0"]
         return torch.cat((out["x1"], out["x0"]) if odd and not back else (out["x0"], out["x1"]), dim)

@@ -56,11 +56,11 @@ class ReversibleSequence(Net):
         return list(dict.fromkeys(fn for block in self._blocks() for fn in (block.f_block, block.g_block)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return chained(self._parts(), x, memory=self.memory, arithmetic=self.arithmetic)
+        return chained(self._parts(), x, memory=self.memory, arithmetic=self.arithmetic, verify=self.verify)
 
     def inverse(self, y: Tensor) -> Tensor:
         """The input of `forward`, from its output."""
-        return chained(self._parts(), y, back=True, memory=self.memory, arithmetic=self.arithmetic)
+        return chained(self._parts(), y, back=True, memory=self.memory, arithmetic=self.arithmetic, verify=self.verify)
 
     def _blocks(self) -> list[Any]:
         return list(self.reversible_blocks)

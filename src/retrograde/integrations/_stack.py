@@ -164,7 +164,8 @@ class Stack(Chosen):
             if name.partition(" ")[0] == "past_key_values" and value is not None:
                 side[name] = Opaque(value)
         arithmetic = self.arithmetic if self.beta == 1 else "float"
-        out = run(self.program(tuple(takes)), {"x1": x, "x2": x}, side, memory=memory, arithmetic=arithmetic)
+        streams = {"x1": x, "x2": x}
+        out = run(self.program(tuple(takes)), streams, side, memory=memory, arithmetic=arithmetic, verify=self.verify)
         if self.beta == 1:
             return (out["x1"] + out["x2"]) / 2
         return out["x2"] if self.beta == 0 else self.beta / 2 * out["x1"] + (1 - self.beta / 2) * out["x2"]
