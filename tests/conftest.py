@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-
 torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits for the first
 
 

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import retrograde as rg
-from retrograde import ahead
 from retrograde.compat import nuwa
 
 WIDTH, WORLD = 8, 2
@@ -182,7 +181,6 @@ CASES = {
 }
 POLICIES = {
     "reverse": "reverse",
-    "overlap": "overlap",
     "checkpoint": "checkpoint",
     "StoreLast(2)": rg.StoreLast(2),
     "Budget": rg.Budget(6000),
@@ -191,7 +189,6 @@ POLICIES = {
 
 def main(rank, file):
     torch.set_num_threads(1)
-    ahead.KINDS = ("cuda", "cpu")  # as in conftest.py
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
     for name, case in CASES.items():
         for policy, memory in POLICIES.items():

@@ -369,7 +369,7 @@ def test_an_interrupt_ends_the_worker_and_shows_what_there_is(here):
         ("--dtype int8", "--dtype 'int8' is not one of: float32, "),
         ("--budget lots", "--budget 'lots' is not a size"),
         ("--variants reversed", "no variant is called 'reversed', there are: ordinary, "),
-        ("--variants overlap", "; that one is for a GPU: --device cuda"),
+        ("--variants reverse-captured", "; that one is for a GPU: --device cuda"),
         ("--json no/such/folder/bench.json", "--json no/such/folder/bench.json: there is no directory no/such/folder"),
         ("--plot .", "--plot . is a directory"),
         ("--plot-depth no/x.png", "--plot-depth no/x.png: there is no directory no"),

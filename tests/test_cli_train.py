@@ -59,7 +59,7 @@ def test_train_then_sample(tmp_path, capsys):
         ({"batch": -4}, "--batch must be 1 or more, got -4"),
         ({"lr": "nan"}, "--lr must be 0 or more, got nan"),
         ({"dropout": 1}, "--dropout must be 0 or more and less than 1, got 1.0"),
-        ({"memory": "none"}, "--memory 'none' is not one of: store, checkpoint, reverse, overlap, last:K, anchor:N, budget:3GiB"),
+        ({"memory": "none"}, "--memory 'none' is not one of: store, checkpoint, reverse, last:K, anchor:N, budget:3GiB"),
         ({"memory": "last:0"}, "--memory 'last:0' is not one of"),
         ({"memory": "budget:lots"}, "--memory 'lots' is not a size"),
         ({"memory": "budget:10"}, "rg.Budget(10) is too small"),

@@ -9,8 +9,6 @@ from support import REPLAYED, WIDTH, assert_same, draw, gradients, loss_of, para
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from retrograde.replay import Draws
-
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEPTH = 3
 
@@ -203,39 +201,6 @@ def test_cuda_dropout(memory):
         results[-1].append(torch.rand(5, device="cuda"))
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
-
-
-@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 623, 624, 625, 1248, 6240])
-@pytest.mark.parametrize("kind", [torch.rand, torch.randn], ids=["rand", "randn"])
-def test_however_many_numbers_are_drawn_the_state_has_moved(kind, count):
-    """A look at its two ends tells, also where the position of the generator is what it was."""
-    for generator in (torch.default_generator, torch.Generator()):
-        generator.manual_seed(0)
-        for _ in range(3):
-            draws = Draws([generator])
-            before, after = draws.since()
-            assert before is after
-            kind(count, generator=generator)
-            before, after = draws.since()
-            assert before != after
-            assert draws.moved(before)
-            assert not draws.moved(after)
-
-
-def test_a_state_that_comes_back_is_the_same_and_no_other_is():
-    """The last state that was read is remembered, also from one pass to the next."""
-
-    def state_after(seed, count):
-        torch.manual_seed(seed)
-        torch.rand(count)
-        (mark,) = Draws([torch.default_generator]).marks
-        torch.rand(7)
-        Draws([torch.default_generator]).put_back([mark])
-        assert mark == torch.get_rng_state().numpy().tobytes()
-        return mark
-
-    seen = [state_after(seed, count) for seed in (3, 4) for count in (0, 624, 1248, 0)]
-    assert [seen.index(mark) for mark in seen] == [0, 1, 2, 0, 4, 5, 6, 4]
 
 
 class ReadsUnderAutocast(torch.autograd.Function):

@@ -389,7 +389,7 @@ def test_replaying(memory):
 
     program([])
     assert seen == {"hook": [False] * 2, "fn": [False, False, True, True]}
-    with pytest.raises(ValueError, match="second run"):
+    with pytest.raises(rg.ReplayError, match="second run"):
         program([1])
     assert not rg.replaying()
     seen["fn"].clear()

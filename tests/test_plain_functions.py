@@ -67,7 +67,7 @@ def test_a_tensor_that_is_exchanged_is_told(streams):
     out = sequence(fns, streams)(torch.randn(5, 4, dtype=torch.float64))
     for fn in fns:
         fn.table[0]["w"] = torch.full((4,), 5.0, dtype=torch.float64)
-    with pytest.raises(rg.ReplayError, match="a tensor of shape \\(4,\\) that fn holds on to"):
+    with pytest.raises(rg.ReplayError, match="returned something else"):
         out.square().sum().backward()
 
 

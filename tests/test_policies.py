@@ -87,7 +87,7 @@ def test_refused(make):
 
 @pytest.mark.parametrize("memory", [rg.StoreLast, rg.Budget, "all", None, 3], ids=str)
 def test_not_a_policy(memory):
-    with pytest.raises(rg.ProgramError, match=r"unknown memory policy .*; known: store, checkpoint, reverse, overlap, rg"):
+    with pytest.raises(rg.ProgramError, match=r"unknown memory policy .*; known: store, checkpoint, reverse, rg"):
         rg.ReversibleSequence([(mlp(), mlp())], memory=memory)
 
 

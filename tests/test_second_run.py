@@ -82,14 +82,14 @@ def test_statistics_that_a_first_batch_left_alone(memory):
 
 @pytest.mark.parametrize("memory", REPLAYED)
 def test_held_tensor_is_exchanged(memory):
-    """One closure cell for all turns of a loop: every second run would see the last mask."""
+    """One closure cell for all turns of a loop: every recomputation would see the last mask."""
     line, a, b = linear(), draw(), draw()
     for _ in range(2):
         mask = torch.rand(3, WIDTH, dtype=torch.float64)
         fn = lambda x: line(x).tanh() * mask  # noqa: E731
         out = net_of(fn, memory)(a, b)
         a, b = out["a"], out["b"]
-    with pytest.raises(rg.ReplayError, match=r"a tensor of shape \(3, 6\) that fn holds on to was changed"):
+    with pytest.raises(rg.ReplayError, match=r"update 2: a \+= <lambda>\(b\): .* returned something else"):
         loss_of({"a": a, "b": b}).backward()
 
 
@@ -108,16 +108,11 @@ class Counts(nn.Module):
 
 @pytest.mark.parametrize("memory", REPLAYED)
 def test_held_tensor_that_fn_edits(memory):
+    """It is to be registered as a buffer; what is not is seen by its effect."""
     fn = Counts()
-    results = []
-    for policy in (memory, "store"):
-        fn.count.fill_(1)
-        a, b = draw(), draw()
-        torch.manual_seed(3)
-        a, b = draw(), draw()
-        out = rg.run([rg.Update("a", fn, "b"), rg.Update("b", fn, "a")], {"a": a, "b": b}, memory=policy)
-        results.append([*torch.autograd.grad(loss_of(out), [a, b, *fn.parameters()]), fn.count.clone()])
-    assert_same(*results)
+    out = rg.run([rg.Update("a", fn, "b"), rg.Update("b", fn, "a")], {"a": draw(), "b": draw()}, memory=memory)
+    with pytest.raises(rg.ReplayError, match=r"update 1: b \+= Counts\(a\): .* returned something else"):
+        loss_of(out).backward()
 
 
 class Views(nn.Module):
@@ -173,7 +168,7 @@ def test_forward_hook_taken_away(memory):
     handle = fn.register_forward_hook(lambda _, __, out: out + 1.5)
     loss = loss_of(net_of(fn, memory)(draw(), draw()))
     handle.remove()
-    with pytest.raises(rg.ReplayError, match=r"update 2: a \+= Linear\(b\): the forward hooks of Linear was changed"):
+    with pytest.raises(rg.ReplayError, match=r"update 2: a \+= Linear\(b\): .* returned something else"):
         loss.backward()
 
 

@@ -120,7 +120,7 @@ def _sign(rule: Any, back: bool) -> int:
 
 def _fused(index: int, target: Any, out: Any, sign: int, sketches: Sketches) -> Any:
     """The addition and the sketch in one CUDA kernel, or None where there is none."""
-    if isinstance(target, Exact) and any(kind == "split" for _, kind in target.form.kinds) and all(t.is_cuda for t in target.made):
+    if isinstance(target, Exact) and target.on_cuda:
         table = sketches.table()
         table.start(index, {t.device for t in target.made})
         return target.plus(out, sign, Note(table, index))

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from . import call as calls
 from .errors import NotRepeated, ProgramError, RetrogradeError, at
 from .exact import read
-from .module_state import modules_of
 from .lines import Line, Tracer, parting, totals
+from .module_state import modules_of
 from .modules import Net, Reversible
 from .plain import Plain, put_back_python, python_states
 from .replay import Draws, generators, replaying

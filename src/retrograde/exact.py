@@ -40,10 +40,10 @@ class Form:
 
 
 class Note(NamedTuple):
-    """Where the sketch of what is added goes."""
+    """Where the sketch of what is added goes: a row in a table."""
 
     table: Any
-    index: int
+    row: int
 
 
 class Exact(Carried):
@@ -56,6 +56,11 @@ class Exact(Carried):
             return [(*self.form.kinds[0], self.made)]
         rest = iter(self.made)
         return [(dtype, kind, [next(rest) for _ in range(2 if kind in _TWO else 1)]) for dtype, kind in self.form.kinds]
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether a kernel adds to it."""
+        return any(kind == "split" for _, kind in self.form.kinds) and all(t.is_cuda for t in self.made)
 
     def read(self) -> Any:
         """The stream as fn sees it."""
@@ -96,11 +101,11 @@ class Exact(Carried):
         made: list[Tensor] = []
         for number, ((dtype, kind, own), part) in enumerate(zip(self.leaves(), parts, strict=True)):
             if note is not None and kind != "split":
-                note.table.leaf(note.index, number, part.detach())
+                note.table.leaf(note.row, number, part.detach())
             if kind == "plain":
                 made.append((own[0] + sign * part).to(dtype))
             elif kind == "split":
-                row = None if note is None else (note.table.row(note.index, part.device), number)
+                row = None if note is None else (note.table.row(note.row, part.device), number)
                 made += fused.plus(own[0], own[1], part, sign, ledger, row)
             else:
                 step = fused.on_grid(part, _bits(dtype))

@@ -17,12 +17,12 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import parametrize
 
 from . import errors
 
@@ -32,7 +32,7 @@ _SMALL = 1 << 16  # bytes of a buffer on a device that is kept where it may have
 _DEEP = 6  # attributes and entries away from a function
 _MANY = 64  # entries of a list that are looked at
 _PLAIN = (int, float, complex, str, bytes, type(None), type, types.ModuleType, Tensor, torch.dtype, torch.device)
-_STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
+_STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # attributes of every module
 _flat: Any = chain.from_iterable
 _values: Any = dict.values
 _untyped = Tensor.untyped_storage
@@ -138,12 +138,13 @@ class Slots:
     """Where modules keep parameters and buffers, and what stands there. Flat tuples: builtins make and compare them fast, and
     the garbage collector has little to do with them."""
 
-    __slots__ = ("dicts", "names", "parameters", "pins", "requires_grad", "training", "values", "versions")
+    __slots__ = ("counts", "dicts", "names", "parameters", "pins", "requires_grad", "training", "values", "versions")
 
     def __init__(self, modules: Sequence[nn.Module]):
         self.dicts = [m._parameters for m in modules if m._parameters]
         count = sum(map(len, self.dicts))
         self.dicts += [m._buffers for m in modules if m._buffers]
+        self.counts = tuple(map(len, self.dicts))
         self.names: tuple[str, ...] = tuple(_flat(self.dicts))
         self.values: tuple[Tensor | None, ...] = tuple(_flat(map(_values, self.dicts)))
         self.parameters = tuple([p for p in self.values[:count] if p is not None])
@@ -157,11 +158,7 @@ class Slots:
 
     def hold(self, other: Slots) -> bool:
         """Whether the same tensors stand in the same slots."""
-        return (
-            self.names == other.names
-            and all(map(is_, self.values, other.values))
-            and all(map(is_, self.dicts, other.dicts))
-        )
+        return self.names == other.names and all(map(is_, self.values, other.values)) and all(map(is_, self.dicts, other.dicts))
 
     def untouched(self, now: Slots) -> bool:
         """Whether nothing was replaced or edited."""
@@ -187,7 +184,7 @@ class Slots:
         return [(name, p) for name, p in zip(self.names, self.values, strict=True) if p is not None and id(p) in found]
 
     def items(self) -> list[tuple[dict[str, Any], str, Any]]:
-        places = [slots for slots in self.dicts for _ in slots]
+        places = [slots for slots, count in zip(self.dicts, self.counts, strict=True) for _ in range(count)]
         return list(zip(places, self.names, self.values, strict=True))
 
     def replaced_in(self, other: Slots) -> list[tuple[dict[str, Any], str, Any]]:
@@ -216,7 +213,7 @@ class ModuleState:
         self.cached = _cached_weights(modules) if parametrize._cache_enabled else None
         self._snapshots: Any = [one for m in modules if m._buffers for one in _snapshots(m)]
         # of a function that may hold more than it uses, the whole model for instance: the modules that it calls
-        self.called: dict[nn.Module, None] | None = None if held.roots == [fn] else {}
+        self.called: set[nn.Module] | None = None if held.roots == [fn] else set()
         self.repeatable = True
         self.moved: Sequence[tuple[dict[str, Any], str, Tensor, Tensor]] = ()  # buffers that fn writes: slot, tensor, old value
         self.changed: Sequence[tuple[dict[str, Any], str, Any]] = ()  # slots that it replaces or makes, and what they held
@@ -226,16 +223,16 @@ class ModuleState:
         return _NOBODY if self.called is None else self._watching(self.called)
 
     @contextlib.contextmanager
-    def _watching(self, called: dict[nn.Module, None]) -> Iterator[None]:
+    def _watching(self, called: set[nn.Module]) -> Iterator[None]:
         known = set(self.modules)
 
         def enter(m: nn.Module, _: Any) -> None:
             if not isinstance(m, Around):
-                called[m] = None
-                for one in () if m in known else parts([m]):
-                    if one not in known:
-                        known.add(one)
-                        self._snapshots += _snapshots(one)
+                called.add(m)
+                if m not in known and not torch.compiler.is_compiling():
+                    new = [one for one in parts([m]) if one not in known]
+                    known.update(new)
+                    self._snapshots += [one for module in new for one in _snapshots(module)]
 
         handle = register_module_forward_pre_hook(enter)
         try:
@@ -279,7 +276,9 @@ class ModuleState:
         """What a tensor that fn saved is among them, in words."""
         named: Any = zip(self.slots.names, self.slots.values, strict=True)
         found = ((name, value) for name, value in named if _there(value) and home_of(value) == home_of(t))
-        return next((f"the parameter {name!r} of shape {tuple(value.shape)}" for name, value in found), None)
+        for name, value in found:
+            return f"the {'parameter' if isinstance(value, nn.Parameter) else 'buffer'} {name!r} of shape {tuple(value.shape)}"
+        return None
 
     def put_back(self) -> None:
         """After an exception: slots and buffers as they were before the call."""

@@ -76,9 +76,7 @@ class Reversible(Net):
     >>> first = net.inverse(out)
     """
 
-    def __init__(
-        self, updates: Iterable[Update], *, memory: Any = "reverse", arithmetic: str = "auto", verify: str = "error"
-    ):
+    def __init__(self, updates: Iterable[Update], *, memory: Any = "reverse", arithmetic: str = "auto", verify: str = "error"):
         super().__init__(memory, arithmetic, verify)
         self._program = Program(updates)
         distinct = dict.fromkeys(u.fn for u in self._program.updates if isinstance(u.fn, nn.Module))

@@ -45,7 +45,7 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
     form = use_lean(record.lean)
     drawn_before, drawn_after = record.drawn
     try:
-        present = context.draws.again(drawn_before, drawn_after)
+        present = context.draws.again(drawn_before)
         try:
             sources = record.sources_again(walk.state)
             _push_hooks(numberer(store), reader(store, record))

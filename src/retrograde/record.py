@@ -83,7 +83,7 @@ def check_captured(record: Record, own: Any, values: list[Any], now: list[Any]) 
     homes = {home_of(t) for t in tensors(own)}
     for old, new, t in zip(record.meta, now, values, strict=True):
         if old != new and home_of(t) not in homes:
-            raise errors.changed_since(record.where, errors.held_tensor(t.shape))
+            raise errors.changed_since(record.where, record.modules.name_of(t) or errors.held_tensor(t.shape))
 
 
 @untraced

@@ -140,22 +140,17 @@ class Draws:
         for generator, mark in zip(self.generators, self.start if marks is None else marks, strict=False):
             _set(generator, mark)
 
-    def again(self, before: list[Any], after: list[Any]) -> list[Any] | None:
-        """Have fn draw the same numbers as between these states; returns the present states, for `settle`.
-
-        None if they are those from before and after alike, as with a fn that draws nothing: if it draws now, its output tells.
-        """
+    def again(self, before: list[Any]) -> list[Any]:
+        """Have fn draw the same numbers as from these states on; returns the present states, for `settle`."""
         present = self._now(before)
         if present is not before:
             self.put_back(before)
-        return None if present is before is after else present
+        return present
 
-    def settle(self, after: list[Any], present: list[Any] | None) -> str | None:
+    def settle(self, after: list[Any], present: list[Any]) -> str | None:
         """After fn: the states as they were before `again`. What was drawn otherwise than in the first run, or None."""
-        if present is None:
-            return None
         now = self._now(after)
-        if not all(map(_equal, now, present)):
+        if now is not present and not all(map(_equal, now, present)):
             self.put_back(present)
         if now is after:
             return None

@@ -27,7 +27,9 @@ PROJECTIONS = 4
 SQUARES, TARGET = PROJECTIONS, PROJECTIONS + 1
 COLUMNS = PROJECTIONS + 4
 _BLOCK = 1024  # weights are made so many at a time: more of them never change the first ones
-_FLAT = 4096  # up to so many elements each has its own weight; more are taken as a matrix, with a weight per row and one per column
+_FLAT = (
+    4096  # up to so many elements each has its own weight; more are taken as a matrix, with a weight per row and one per column
+)
 
 
 def usable(t: Tensor) -> bool:

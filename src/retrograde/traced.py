@@ -19,8 +19,8 @@ from . import errors
 from . import memory as policies
 from .arithmetic import check_arithmetic, exact_streams, held_in_sixteen_bits, refuse_growth
 from .exact import carried, read
-from .module_state import Held
 from .ledger import Ledger
+from .module_state import Held
 from .streams import dense, flatten, tensors, unflatten
 from .trace_check import at_trace_time, check_update, named, note_given, note_made, refuse, second_run, transformed
 from .traced_back import backward, call

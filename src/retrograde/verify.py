@@ -74,7 +74,12 @@ class Verification:
 
     def compare(self, record: Any, row: list[float] | None, out: Any, target: Any) -> None:
         """What fn returned when it was recomputed, and what undo made of the target, with the sketches of the first run."""
-        if not by_user(record.update.rule) and row is not None and self._alike(record, row) and all(t.is_cpu for t in tensors(out)):
+        if (
+            not by_user(record.update.rule)
+            and row is not None
+            and self._alike(record, row)
+            and all(t.is_cpu for t in tensors(out))
+        ):
             return  # as a rule
         limits = _Limits(False, record.drifts, self.eps, out)
         self._compare(record.index, record.index, record.row, row, limits, out, target)

@@ -21,7 +21,7 @@ class Variant:
     name: str
     way: str  # ordinary: a plain loop; checkpoint: torch's, around each function; retrograde; or the name of a peer
     compiled: str = "no"  # "functions": f and g of each block; "whole": the net, with fullgraph=True
-    memory: Any = None  # of retrograde: "reverse", "overlap", or {"budget": bytes}, {"store_share": share of all updates}
+    memory: Any = None  # of retrograde: "reverse", or {"budget": bytes}, {"store_share": share of all updates}
     partition: float | None = None  # torch's activation_memory_budget for what is compiled
     captured: bool = False  # the whole step is a CUDA graph
 
@@ -44,10 +44,8 @@ def variants(budgets: Mapping[str, int], device: str = "cpu") -> list[Variant]:
     found.append(Variant("reverse-fullgraph", "retrograde", "whole", memory="reverse"))
     found += eager_and_compiled("store-half", "retrograde", memory={"store_share": 0.5})
     if device == "cuda":
-        found += eager_and_compiled("overlap", "retrograde", memory="overlap")
         found.append(Variant("ordinary-captured", "ordinary", captured=True))
-        for memory in ("reverse", "overlap"):
-            found.append(Variant(f"{memory}-captured", "retrograde", memory=memory, captured=True))
+        found.append(Variant("reverse-captured", "retrograde", memory="reverse", captured=True))
     for name, size in budgets.items():
         found += eager_and_compiled(f"budget-{name}", "retrograde", memory={"budget": size})
     return found + [Variant(name, name) for name in PEERS]

@@ -210,7 +210,9 @@ class InvertibleSequential(Net, nn.Sequential):
     def _through(self, x: Any, back: bool) -> Any:
         for i, module in enumerate(self):
             refuse_hooks(i, module)
-        return chained([_part(module) for module in self], x, back=back, memory=self.memory, arithmetic=self.arithmetic, verify=self.verify)
+        return chained(
+            [_part(module) for module in self], x, back=back, memory=self.memory, arithmetic=self.arithmetic, verify=self.verify
+        )
 
 
 def is_invertible_module(

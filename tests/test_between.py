@@ -1,8 +1,7 @@
-"""What is known of a fn from earlier passes (outline.py): whatever changes between two passes or inside of one is seen."""
+"""What changes between two passes, inside of one, or between the forward pass and backward."""
 
 import collections
 import copy
-import pickle
 import sys
 import threading
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.outline import Glance, Outlines, outline_of, stand
 
 held = None  # what a fn takes from around it
 
@@ -49,17 +47,10 @@ def assert_as_stored(net):
     torch.testing.assert_close(gradients(net, "reverse", x), gradients(net, "store", x))
 
 
-def looked(net):
-    """How the last pass has seen its functions: by outlines that hold."""
-    return [one is not None for one in net._program.outlines.ones]
-
-
 @pytest.fixture
 def net():
     made = net_of()
-    for _ in range(5):  # outlines are made anew in passes 1, 2 and 4
-        assert_as_stored(made)
-    assert all(looked(made))
+    assert_as_stored(made)
     return made
 
 
@@ -132,14 +123,14 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_between_passes(net, change):
-    """The new tensor is used, and an edit of it after the forward pass is told."""
+    """The new tensor is used, and an edit of it after the forward pass is reported."""
     t = change(net)
     assert_as_stored(net)
     net.memory = "reverse"
     out = net(torch.randn(3, 4, dtype=torch.float64))
     with torch.no_grad():
         t.add_(1)
-    with pytest.raises(rg.ReplayError, match="changed"):
+    with pytest.raises(rg.ReplayError, match="changed|returned something else"):
         out.sum().backward()
 
 
@@ -153,7 +144,7 @@ def moved(fn):
 
 
 def hooked(fn):
-    fn.inner.register_forward_hook(lambda *_: None)
+    fn.inner.register_forward_hook(lambda module, args, out: out * 2)
 
 
 def without_child(fn):
@@ -169,7 +160,7 @@ def test_changed_between_forward_and_backward(net, change):
     net.memory = "reverse"
     out = net(torch.randn(3, 4, dtype=torch.float64))
     change(net.blocks[0].f)
-    with pytest.raises(rg.ReplayError, match="changed"):
+    with pytest.raises(rg.ReplayError, match="changed|returned something else"):
         out.sum().backward()
 
 
@@ -190,7 +181,7 @@ class Grows(nn.Module):
 @pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_slots_made_between_forward_and_backward(buffers, kind):
-    """The first run knew nothing of them, and so does the second; afterwards they are there."""
+    """The first run knew nothing of them, nor does the recomputation; afterwards they are there."""
     made = rg.Reversible(rg.wirings.leapfrog([Grows(buffers) for _ in range(4)])).double()
     x = torch.randn(3, 4, dtype=torch.float64)
     found = []
@@ -252,40 +243,6 @@ def test_frozen_between_forward_and_backward(net):
     torch.testing.assert_close(*found)
 
 
-class Clamping(nn.Module):
-    """Begins to edit its own weight when it is told to."""
-
-    def __init__(self, flag):
-        super().__init__()
-        self.inner = nn.Linear(4, 4).double()
-        self.flag = flag
-
-    def forward(self, x):
-        if self.flag.exists():
-            with torch.no_grad():
-                self.inner.weight.mul_(0.5)
-        return self.inner(x)
-
-
-def test_fn_that_begins_to_edit_its_parameters(tmp_path):
-    """It is noticed in the pass in which it happens, though earlier ones saw nothing of it."""
-
-    class Path(str):  # a string tells nothing, so that the fn has an outline
-        def exists(self):
-            return (tmp_path / "now").exists()
-
-    fns = [Clamping(Path("flag")) for _ in range(2)]
-    x = torch.randn(3, 4, dtype=torch.float64)
-    program = rg.Reversible([rg.Update("a", fns[0], "b"), rg.Update("b", fns[1], "a")])
-    for _ in range(5):
-        program({"a": x, "b": x})["b"].sum().backward()
-    assert all(one is not None for one in program._program.outlines.ones)
-    (tmp_path / "now").touch()
-    out = program({"a": x, "b": x})["b"]
-    with pytest.raises(rg.ReplayError, match="changed its parameter 'weight' to other values"):
-        out.square().sum().backward()
-
-
 class Failing(nn.Module):
     """Makes a buffer and fails."""
 
@@ -317,11 +274,11 @@ class Sets(nn.Module):
 
 
 def test_a_global_that_another_function_sets_in_the_pass():
-    """It is gone by the end: fn cannot be run again as it was, and this is told."""
+    """It is gone by the end: fn cannot be run again as it was."""
     made = rg.Reversible(rg.wirings.leapfrog([Sets(3.0), Fn(), Sets(None)] * 2)).double()
     x = torch.randn(3, 4, dtype=torch.float64)
     for _ in range(3):
-        with pytest.raises(rg.ReplayError, match="a tensor of shape \\(4,\\) that fn holds on to"):
+        with pytest.raises(rg.ReplayError, match="returned something else"):
             sum(t.square().sum() for t in made({"a": x, "b": 2 * x}).values()).backward()
 
 
@@ -339,21 +296,19 @@ def test_other_dicts_between_forward_and_backward(net):
     def other_parameters():
         net.blocks[1].g[0]._parameters = dict(other.blocks[1].g[0]._parameters)
 
-    for change, told in (
-        (as_the_other, "a part of fn"),
-        (other_children, "a part of fn"),
-        (other_parameters, "the parameters of"),
-    ):
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1)
+    for change in (as_the_other, other_children, other_parameters):
         net.memory = "reverse"
         loss = net(x).square().sum()
         change()
-        with pytest.raises(rg.ReplayError, match=told):
+        with pytest.raises(rg.ReplayError, match="returned something else|it raised AttributeError"):
             loss.backward()
         assert_as_stored(net)
 
 
 def test_a_thread_without_gradients_beside_a_training_one():
-    """It makes the outlines anew, which the other one looks at."""
     net, x, done = net_of(), torch.randn(3, 4, dtype=torch.float64), threading.Event()
 
     def look():
@@ -374,53 +329,8 @@ def test_a_thread_without_gradients_beside_a_training_one():
         sys.setswitchinterval(interval)
 
 
-def test_restless_fn_is_seen_as_a_whole(net):
-    """One whose attributes change in every pass is not outlined again and again; the others still are."""
-    for step in range(8, 13):
-        net.blocks[0].f.scale = 1.0 + step / 8
-        assert_as_stored(net)
-    assert looked(net) == [False, True, True, True]
-
-
-def test_fn_that_changed_once_is_outlined_again(net):
-    """It is noticed when fn is called; from the next pass on it is known as it is now."""
-    net.blocks[0].f.scale = 3.0
-    x = torch.randn(3, 4, dtype=torch.float64)
-    for _ in range(2):
-        gradients(net, "reverse", x)
-    assert all(map(stand, net._program.outlines.ones))
-    assert not net._program.outlines.broken
-
-
-def test_what_has_no_outline():
-    add = rg.Add()
-    assert outline_of(nn.Linear(4, 4), add, 1) is not None
-    assert outline_of(nn.BatchNorm1d(4), add, 1) is None
-    assert outline_of(nn.LazyLinear(4), add, 1) is None
-    assert outline_of(torch.tanh, add, 1) is None
-    assert outline_of(nn.Linear(4, 4), rg.Momentum(), 1) is None
-    fn = Fn()
-    fn.cache = []  # may come to hold a tensor without the attribute changing
-    assert outline_of(fn, add, 1) is None
-
-
-def test_copies_and_passes_without_grad_have_no_outlines(net):
-    """Outlines keep modules alive, and must not outlive their use."""
-    for other in (copy.deepcopy(net._program), pickle.loads(pickle.dumps(net._program))):
-        assert other.outlines.ones == []
-    with torch.no_grad():
-        net(torch.randn(3, 4, dtype=torch.float64))
-    assert net._program.outlines.ones == []
-
-
-def test_glances_are_what_runs_use(net):
-    """Otherwise nothing here would be tested."""
-    outlines = Outlines()
-    assert all(type(one) is Glance for one in outlines.look(net._program.updates))
-
-
 class Measured(nn.Module):
-    """Makes a buffer of the first input that it sees; one that is edited in every call, if so told."""
+    """Makes a buffer of the first input that it sees; one that is edited in every call, if asked to."""
 
     def __init__(self, moves=False):
         super().__init__()
@@ -432,21 +342,6 @@ class Measured(nn.Module):
         if self.moves:
             self.scale += 1
         return torch.tanh(self.inner(x) + self.scale)
-
-
-class Told(nn.Module):
-    """Does what it was told by another fn."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.state, self.noise = nn.Linear(4, 4), None, None
-
-    def forward(self, x):
-        y = torch.tanh(self.inner(x))
-        if self.state is not None:
-            self.state.add_(1)
-            y = torch.tanh(y + self.state)
-        return y if self.noise is None else y * torch.rand(y.shape, generator=self.noise, dtype=y.dtype)
 
 
 def first_pass(fns, memory):
@@ -465,18 +360,6 @@ def test_buffer_made_by_an_update_and_found_by_the_next(moves, part):
         torch.manual_seed(0)
         shared = Measured(moves)
         return [nn.Sequential(nn.Linear(4, 4), shared) if part else shared for _ in range(4)]
-
-    torch.testing.assert_close(first_pass(made(), "reverse"), first_pass(made(), "store"))
-
-
-@pytest.mark.parametrize("tell", ["state", "noise"])
-def test_fn_that_another_one_changes_in_the_pass(tell):
-    def made():
-        torch.manual_seed(0)
-        fns = [nn.Linear(4, 4), nn.Linear(4, 4), Told(), nn.Linear(4, 4), nn.Linear(4, 4)]
-        what = torch.zeros(()) if tell == "state" else torch.Generator().manual_seed(0)
-        fns[1].register_forward_hook(lambda *_: None if rg.replaying() else setattr(fns[2], tell, what))
-        return fns
 
     torch.testing.assert_close(first_pass(made(), "reverse"), first_pass(made(), "store"))
 
@@ -511,5 +394,5 @@ def test_hooks_in_a_new_dict(net):
     net.memory = "reverse"
     out = net(torch.randn(3, 4, dtype=torch.float64))
     handle.remove()
-    with pytest.raises(rg.ReplayError, match="the forward hooks of Sequential"):
+    with pytest.raises(rg.ReplayError, match="returned something else"):
         out.sum().backward()
