@@ -36,6 +36,7 @@ SETTINGS = {  # dtype of the net and its streams, dtype of autocast
 SHORT = [name for name in SETTINGS if name not in ("float32", "float64")]
 LIMIT, GRID, FINE = 32766.0, 2.0**-24, 2.0**-35
 ROWS = 4
+DRIFTS = pytest.mark.filterwarnings("ignore:.* slightly different")
 
 MEMORIES = ["reverse", "checkpoint", rg.StoreLast(2), rg.Budget(5000), rg.Anchor(3)]  # the budget is enough for some updates
 
@@ -216,6 +217,7 @@ def test_256_blocks(name, setting, recovered):
     assert recovered.seen >= 512
 
 
+@DRIFTS
 @pytest.mark.parametrize("setting", SHORT)
 def test_float_is_not_equal(setting, recovered):
     """The tests above can fail: arithmetic="float" recovers something else, and has other gradients."""
@@ -1065,6 +1067,7 @@ def test_default_is_safe_at_256(setting, gain):
     assert relative_error(net, x, autocast) > (1e-3 if autocast is None else 5e-4)
 
 
+@DRIFTS
 @pytest.mark.parametrize("setting", ["bfloat16", "float16"])
 def test_float_is_not_safe(setting):
     """The test above can fail."""
@@ -1089,11 +1092,6 @@ def sixteen_bit_lambda(module):
     return lambda x: module(x.bfloat16())
 
 
-def sixteen_bit_tensor():
-    w = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    return lambda x: x.bfloat16() @ w
-
-
 class Into(nn.Module):
     """Casts its input to what its module is in."""
 
@@ -1116,7 +1114,6 @@ CHOICES = {
     "a partial of a method": (
         "exact", "float32", lambda: [*(Fn() for _ in range(7)), functools.partial(Into(Fn().bfloat16()).forward)],
     ),
-    "a lambda over a tensor": ("exact", "float32", lambda: [*(Fn() for _ in range(7)), sixteen_bit_tensor()]),
     "bf16 autocast": ("exact", "bf16 autocast", lambda: [Fn() for _ in range(8)]),
     "fp16 autocast": ("exact", "fp16 autocast", lambda: [Fn() for _ in range(8)]),
     "16-bit streams, fns in float32": ("exact", "bfloat16", lambda: [Into(Fn()) for _ in range(8)]),

@@ -102,8 +102,15 @@ class Sketches:
 
 def squares(value: Any) -> float:
     """The sum of squares of the finite elements on a CPU."""
-    found = (_real(t.detach()).double() for t in tensors(value) if t.is_cpu and t.numel() and usable(t))
-    return sum(torch.where(t.isfinite(), t, 0.0).square().sum().item() for t in found)
+    return sum(_squares(_real(t.detach()).view(-1)) for t in tensors(value) if t.is_cpu and t.numel() and usable(t))
+
+
+def _squares(flat: Tensor) -> float:
+    found = torch.dot(flat, flat).item()
+    if math.isfinite(found):
+        return found
+    wide = flat.double()
+    return torch.where(wide.isfinite(), wide, 0.0).square().sum().item()
 
 
 # -- of one tensor -----------------------------------------------------------------------------------------------------
