@@ -52,6 +52,8 @@ def run(
     >>> out = rg.run([rg.Update("a", f, "b"), rg.Update("b", g, "a")], {"a": x, "b": x})
     >>> out["a"].sum().backward()
     """
+    if torch.compiler.is_exporting():
+        memory = "store"  # there is no backward pass
     if torch.compiler.is_dynamo_compiling():
         if whole_graph():
             return traced.run(updates, streams, side, memory, arithmetic)
@@ -137,6 +139,8 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
     for ledger.index, name in enumerate(exact, len(program.updates)):
         state[name] = carried(state[name], ledger, exact[name])
     context = Context(program, held, state, side, verify, wary=arithmetic == "auto") if needed else None
+    if context is not None:
+        side = context.side  # with copies of what callers edit
     with _no_cast_cache(), _all_or_nothing(context):
         start, plain = 0, False
         for kind, count, limit in stretches:
@@ -290,10 +294,13 @@ def _all_or_nothing(context: Context | None) -> Iterator[None]:
         return
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         context.draws.put_back()
         for modules in reversed(context.modules):
-            modules.put_back()
+            try:
+                modules.put_back()
+            except Exception as other:
+                error.add_note(f"and buffers could not be put back as they were: {other}")
         raise
     finally:
         context.forget()

@@ -406,36 +406,16 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _snapshots(m: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
     there = [(name, b) for name, b in m._buffers.items() if b is not None and not nn.parameter.is_lazy(b)]
-    return [(m, name, b, version_of(b), _copy(b)) for name, b in there]
-
-
-def _copy(b: Tensor) -> Tensor:
-    """The value of a buffer: a copy that costs nothing until somebody writes, where torch can do that."""
-    b = b.detach()
-    if b.layout is torch.strided and b.untyped_storage().resizable():  # others have no allocator to make the copy with
-        try:
-            return b._lazy_clone()  # type: ignore[attr-defined]
-        except (RuntimeError, NotImplementedError):  # shared memory, some subclasses
-            pass
-    return b.clone()
+    return [(m, name, b, version_of(b), b.detach().clone()) for name, b in there]
 
 
 def _written(m: nn.Module, b: Tensor, version: int, old: Tensor) -> bool:
     """Whether fn changed the buffer. BatchNorm and `.data` do so without moving its version."""
-    if version_of(b) != version or b.shape != old.shape:
+    if version_of(b) != version or (isinstance(m, nn.modules.batchnorm._NormBase) and m.training):
         return True
-    if b.layout is not torch.strided or _untouched(b):
-        return False  # nobody so much as took its pointer
-    if b.nbytes <= _SMALL or (isinstance(m, nn.modules.batchnorm._NormBase) and m.training):
-        return True  # as far as one can know without a look at the values, which would make a device wait
+    if b.device.type != "cpu":  # a look at the values would make the device wait
+        return b.nbytes <= _SMALL
     return not _same(b, old)
-
-
-def _untouched(b: Tensor) -> bool:
-    try:
-        return torch._C._is_cow_tensor(b)  # type: ignore[attr-defined]
-    except RuntimeError:  # subclasses, from torch 2.15 on
-        return False
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
