@@ -130,7 +130,7 @@ def test_changed_between_passes(net, change):
     out = net(torch.randn(3, 4, dtype=torch.float64))
     with torch.no_grad():
         t.add_(1)
-    with pytest.raises(rg.ReplayError, match="changed|returned something else"):
+    with pytest.raises(rg.ReplayError, match=r"changed|returned something else"):
         out.sum().backward()
 
 
@@ -160,7 +160,7 @@ def test_changed_between_forward_and_backward(net, change):
     net.memory = "reverse"
     out = net(torch.randn(3, 4, dtype=torch.float64))
     change(net.blocks[0].f)
-    with pytest.raises(rg.ReplayError, match="changed|returned something else"):
+    with pytest.raises(rg.ReplayError, match=r"changed|returned something else"):
         out.sum().backward()
 
 
@@ -303,7 +303,7 @@ def test_other_dicts_between_forward_and_backward(net):
         net.memory = "reverse"
         loss = net(x).square().sum()
         change()
-        with pytest.raises(rg.ReplayError, match="returned something else|it raised AttributeError"):
+        with pytest.raises(rg.ReplayError, match=r"returned something else|it raised AttributeError"):
             loss.backward()
         assert_as_stored(net)
 

@@ -198,6 +198,51 @@ def test_flat_for_a_program_in_a_program():
     assert_flat(lambda inner: plain(Program(inner))(2), 2, 16)
 
 
+class Auxiliary(nn.Module):
+    """Leaves a loss in an attribute, and may append it to a list that nobody clears before the end."""
+
+    def __init__(self, losses=None):
+        super().__init__()
+        self.body, self.losses, self.aux_loss = bottle(), losses, None
+
+    def forward(self, x):
+        y = self.body(x)
+        self.aux_loss = y.square().mean()
+        if self.losses is not None:
+            self.losses.append(self.aux_loss)
+        return y
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_flat_where_functions_leave_a_tensor_of_their_graph(listed, memory):
+    """Beyond what a policy keeps anyway, losses keep nothing alive: neither before backward, nor during and after it."""
+
+    def make(leaves):
+        def step_of(depth):
+            losses = [] if listed else None
+            fns = [Auxiliary(losses) if leaves else bottle() for _ in range(2 * depth)]
+            streams = {"x1": stream(), "x2": stream()}
+            updates = rg.wirings.leapfrog(fns, streams=("x1", "x2"))
+
+            def step():
+                loss = total(rg.run(updates, streams, memory=memory))
+                if leaves:
+                    loss = loss + sum(fn.aux_loss for fn in fns)
+                loss.backward()
+                for fn in fns:
+                    fn.aux_loss = None
+                if losses:
+                    losses.clear()
+
+            return step
+
+        return step_of
+
+    with_losses, without = ([peak(make(leaves)(depth)) for depth in (2, 16)] for leaves in (True, False))
+    assert with_losses[1] - with_losses[0] <= without[1] - without[0] + 0.2  # a few numbers
+
+
 class Seeded(nn.Module):
     """A program whose first update reads a constant: for the gradient of the input alone its walk ends in the middle."""
 

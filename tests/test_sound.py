@@ -304,9 +304,7 @@ class Selective(nn.Module):
             keeps = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
             return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-        return checkpoint(
-            self.inner, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
-        )
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
 
 
 @every_policy

@@ -178,21 +178,76 @@ def test_what_is_no_optimizer():
         rg.step_in_backward(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_scaled_loss_is_refused(enabled):
-    """Before anything has stepped with gradients 65536 times too large."""
+def test_a_scaled_loss_is_noticed_when_the_scaler_steps():
     net = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-    before = net.weight.detach().clone()
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu")
     with rg.step_in_backward(optimizer):
-        loss = scaler.scale(net(torch.ones(2, 4)).sum())
-        if enabled:
-            with pytest.raises(rg.ProgramError, match="GradScaler has scaled a loss"):
-                loss.backward()
-        else:
-            loss.backward()
-    assert torch.equal(before, net.weight) is enabled
+        scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+        with pytest.raises((AssertionError, rg.ProgramError)):
+            scaler.step(optimizer)
+
+
+def test_a_scaler_of_another_loop_is_left_alone():
+    other = nn.Linear(4, 4)
+    scaler, theirs = torch.amp.GradScaler("cpu"), torch.optim.SGD(other.parameters(), 0.1)
+    net = nn.Linear(4, 4)
+    with rg.step_in_backward(torch.optim.SGD(net.parameters(), 0.1)):
+        scaler.scale(other(torch.ones(2, 4)).sum()).backward()
+        before = net.weight.detach().clone()
+        net(torch.ones(2, 4)).sum().backward()
+        assert not torch.equal(before, net.weight)
+        scaler.step(theirs)
+        scaler.update()
+
+
+class Shifted(nn.Module):
+    """Ends in a trainable addition: the gradient of the shift is there before anything of this function is recomputed."""
+
+    def __init__(self, shift=None):
+        super().__init__()
+        self.linear, self.shift = nn.Linear(4, 4), nn.Parameter(torch.rand(4)) if shift is None else shift
+
+    def forward(self, x):
+        return self.linear(x).tanh() + self.shift
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint", rg.StoreLast(3), rg.Budget(2000)], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_function_that_ends_in_a_trainable_addition(shared, memory):
+    """The step waits until nothing needs the parameter any more; after backward nothing waits."""
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        shift = nn.Parameter(torch.rand(4)) if shared else None
+        net = rg.Reversible(rg.wirings.leapfrog([Shifted(shift) for _ in range(6)]), memory=memory).double()
+        optimizer = torch.optim.AdamW(net.parameters(), 0.1)
+        stepping = rg.step_in_backward(optimizer) if inside else None
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = net({name: torch.randn(3, 4, dtype=torch.float64) for name in "ab"})
+            sum(t.sin().sum() for t in out.values()).backward()
+            if stepping is None:
+                optimizer.step()
+            else:
+                assert not stepping._waiting
+                assert all(p.grad is None for p in net.parameters())
+        results.append([p.detach() for p in net.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_hooks_that_step_too_early_are_reported():
+    net = rg.Reversible(rg.wirings.leapfrog([Shifted() for _ in range(4)]))
+
+    def step(p):
+        with torch.no_grad():
+            p.sub_(0.1 * p.grad)
+        p.grad = None
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    with pytest.raises(rg.ReplayError, match=r"the parameter 'shift' .* use rg.step_in_backward: it waits"):
+        sum(t.sum() for t in net({name: torch.randn(3, 4) for name in "ab"}).values()).backward()
 
 
 @pytest.mark.parametrize("kept", [True, False])

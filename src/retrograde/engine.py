@@ -22,6 +22,7 @@ from .ledger import Ledger
 from .module_state import Held
 from .purse import Learned, Purse, free_bytes
 from .recover import Run
+from .step_in_backward import refuse_ddp
 from .streams import dense, each, tensors
 from .trace_check import at_trace_time, named, whole_graph
 from .update import Program, Update
@@ -134,6 +135,7 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
         stretches = [("store", len(program.updates), None)]
     needed = any(kind != "store" for kind, _, _ in stretches)
     held = [Held(update.fn, update.rule) for update in program.updates] if needed or arithmetic == "auto" else []
+    refuse_ddp(module for one in held for module in one.modules)
     exact = exact_streams(arithmetic, program, state, held)
     ledger = Ledger(program.updates, list(exact))
     for ledger.index, name in enumerate(exact, len(program.updates)):

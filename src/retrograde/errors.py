@@ -124,7 +124,11 @@ def no_tensor(where: str, step: str, got: object) -> ProgramError:
 
 
 def changed_since(where: str, what: str) -> NotRepeated:
-    way = "Call backward first" + (", or give the tensor itself as a side input, or in a dict" if "a tensor" in what else "")
+    way = "Call backward first"
+    if what.startswith("a tensor"):
+        way += ", or give the tensor itself as a side input, or in a dict"
+    if what.startswith("the parameter"):
+        way += ". If your optimizer steps inside backward, use rg.step_in_backward: it waits until nothing needs the parameter"
     return NotRepeated(
         f"{what} was changed between the forward pass and backward, so fn cannot be run again as it was. {way}", where
     )
@@ -196,16 +200,16 @@ def drifted(where: str, far: float) -> NotRepeated:
 
 def wrong_undo(where: str, far: float, late: bool) -> NotRepeated:
     return NotRepeated(
-        f"undo of the rule does not give back the target as it was before apply {_apart(far)}, so gradients of the updates before "
-        f"it would be wrong{_late(late)}. undo(apply(target, out), out) must be the target, up to rounding. Where that cannot "
-        "be, use memory='checkpoint'",
+        f"undo of the rule does not give back the target as it was before apply {_apart(far)}, so gradients of earlier updates "
+        f"would be wrong{_late(late)}. undo(apply(target, out), out) must be the target, up to rounding; if it cannot be, use "
+        "memory='checkpoint'",
         where,
     )
 
 
 _CAUSES = (
-    "fn must depend on its inputs, parameters and buffers alone: it must not draw from Python's or numpy's random generators, nor "
-    "count calls or keep results in attributes, nor read a flag, a mask or a global that changed after the forward pass."
+    "fn must depend on its inputs, parameters and buffers alone: it must not draw from Python's or numpy's random generators, "
+    "count calls or keep results in attributes, or read a flag, a mask or a global that changed after the forward pass."
 )
 _DRIFT = (
     "Or the inputs of fn have drifted, as undoing updates in floating point rounds: arithmetic='exact' does not drift (for "
@@ -223,9 +227,9 @@ def _late(late: bool) -> str:
 
 def raised_again(where: str, error: BaseException) -> NotRepeated:
     return NotRepeated(
-        f"when backward ran fn again, it raised {type(error).__name__}: {error}. In the forward pass it did not, so it is not the "
-        "same function any more, or its inputs have drifted. Make fn depend on its inputs alone (rg.replaying() tells it when it "
-        "is run again), or use memory='store'",
+        f"when backward ran fn again, it raised {type(error).__name__}: {error}. In the forward pass it did not, so fn has "
+        "changed since, or its inputs have drifted. Make fn depend on its inputs alone (rg.replaying() is true while it runs "
+        "again), or use memory='store'",
         where,
     )
 

@@ -5,8 +5,8 @@ A `ModuleState` is made before the first run, and completed after it. A recomput
 2. slots hold other tensors (functional_call is over, buffers have moved, a parameter was frozen): the old ones are put in for the
    time of the recomputation;
 3. a parameter was edited, or a module is in another mode: that is an error.
-Where fn itself replaces, registers or resizes what its modules hold, or edits its parameters, it cannot be run again as it was: this
-update then keeps its activations (`repeatable` is false).
+Where fn itself replaces, registers or resizes what its modules hold, or edits its parameters, it cannot be run again as it was:
+this update then keeps its activations (`repeatable` is false).
 """
 
 from __future__ import annotations

@@ -242,7 +242,8 @@ class Run:
         rest, state = iter(saved), {}
         for name, count, spec in self.layout:
             state[name] = unflatten([next(rest).detach() for _ in range(count)], spec)
-        walk = Walk(state, self.context.side_again(rest), 0 if self.keeps_sources else len(self.records), self.thread)
+        at = 0 if self.keeps_sources else len(self.records)
+        walk = Walk(state, self.context.side_again(rest), at, self.thread, self.records)
         return self.entered(walk, saved)
 
     def entered(self, walk: Walk, saved: list[Tensor]) -> Walk:
@@ -323,5 +324,5 @@ class Run:
         except errors.Freed:
             for other in list(self.walks.values()):
                 if other.state and other.at >= number:
-                    return self.entered(Walk(dict(other.state), other.side, other.at, self.thread), [])
+                    return self.entered(Walk(dict(other.state), other.side, other.at, self.thread, self.records), [])
             raise

@@ -2,26 +2,29 @@
 
 1. Autograd adds up all uses of a parameter in one graph before it accumulates: a tied weight steps once, with its whole gradient.
 2. A hook then steps that parameter alone, with the optimizer's own state and the present options of its group, and frees its
-   gradient.
+   gradient. Where a function that has the parameter is still to be recomputed in this backward pass, the step waits for that.
 3. No moment exists at which all gradients do: what needs one (clipping by the global norm, accumulation over several backward
    passes) is refused, as is a gradient that comes in pieces.
-4. DDP averages gradients over processes at the end of backward, and a GradScaler divides them after it: too late. Neither can be
-   seen from here but by looking around, which is done once, before the first step.
+4. DDP averages gradients over processes at the end of backward, and a GradScaler divides them after it: too late. DDP is seen
+   where it calls a program, and refused there; a scaled loss looks like any other.
 """
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import ProgramError
+from .walks import needed
 
 _OWNER: Any = WeakIdKeyDictionary()  # parameter: weakly, the StepInBackward that steps it
 
@@ -30,8 +33,9 @@ def step_in_backward(optimizer: Optimizer) -> StepInBackward:
     """From here on `loss.backward()` steps the parameters of `optimizer`; call `optimizer.zero_grad()` before each one.
 
     Learning-rate schedulers and `state_dict` go on working. `optimizer.step()` raises an error, so that a loop that clips or
-    accumulates cannot go wrong silently; parameters under DDP and a loss that a GradScaler has scaled raise one too, before the
-    first step. FSDP2 works. `remove()` on what is returned ends it.
+    accumulates cannot go wrong silently, and a program inside DistributedDataParallel raises one before the first step. FSDP2
+    works. Do not use it with a `GradScaler`: the loss of a backward pass does not show that it was scaled. `remove()` on what is
+    returned ends it.
 
     >>> import torch, retrograde as rg
     >>> net = torch.nn.Linear(4, 4)
@@ -57,7 +61,7 @@ class StepInBackward:
         self.optimizer = optimizer
         self._lock = threading.Lock()  # backward has a thread for each device
         self._inside = False
-        self._looked = False  # around
+        self._waiting: list[Tensor] = []  # for functions that are still to be recomputed
         self._stepped: set[int] = set()
         self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -103,37 +107,9 @@ class StepInBackward:
             if p.grad is not None:
                 raise ProgramError("there are gradients already, which would be added to. Call optimizer.zero_grad() first")
 
-    def _look_around(self) -> None:
-        if self._in_the_way():
-            gc.collect()  # it may be of a loop that is over
-        if why := self._in_the_way():
-            raise ProgramError(why)
-        self._looked = True
-
-    def _in_the_way(self) -> str | None:
-        """What would come too late, in words. Nothing of what was looked at is left in the frames of an error."""
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        for thing in gc.get_objects():
-            kind = type(thing)  # isinstance would ask the thing, and some answer with warnings
-            if issubclass(kind, torch.amp.GradScaler) and vars(thing).get("_enabled") and vars(thing).get("_scale") is not None:
-                return (
-                    "a GradScaler has scaled a loss; it would divide gradients by its scale after this optimizer has stepped on "
-                    "them. Train in bfloat16, which needs none, or leave out rg.step_in_backward; one of another loop must be "
-                    "gone (del scaler)"
-                )
-            if several and issubclass(kind, torch.nn.parallel.DistributedDataParallel) and self._steps_any(thing):
-                return (
-                    "DistributedDataParallel averages gradients over processes after this optimizer has stepped on them, so the "
-                    "processes would drift apart. Shard with fully_shard (FSDP2), which averages them before, or leave out "
-                    "rg.step_in_backward"
-                )
-        return None
-
-    def _steps_any(self, ddp: Any) -> bool:
-        return ddp.process_group.size() > 1 and any(id(p) in self._group_of for p in ddp.parameters())
-
     def _next(self, set_to_none: bool = True) -> None:
         self._stepped.clear()
+        self._waiting.clear()
         self._zero_grad(set_to_none=True)
 
     def _refuse_step(self, *_: object) -> None:
@@ -155,22 +131,50 @@ class StepInBackward:
         return refuse_pieces
 
     def _step(self, p: Tensor) -> None:
-        """The optimizer's own step, on a list of groups that has this parameter alone."""
+        """Step this parameter and those that have waited, as far as nothing needs them any more."""
         with self._lock:
-            if not self._looked:
-                self._look_around()
-            group = self._group_of[id(p)]
-            alone = {**group, "params": [p]}
-            groups, self.optimizer.param_groups = self.optimizer.param_groups, [alone]
-            self._inside = True
-            try:
-                self.optimizer.step()
-            finally:
-                self._inside = False
-                self.optimizer.param_groups = groups
-            self._stepped.add(id(p))
+            candidates, waited = [*self._waiting, p], bool(self._waiting)
+            self._waiting = [q for q in candidates if needed(q)]
+            for q in candidates:
+                if all(q is not one for one in self._waiting):
+                    self._step_alone(q)
+            if self._waiting and not waited:
+                torch.autograd.Variable._execution_engine.queue_callback(self._step_the_rest)  # type: ignore[attr-defined]
+
+    def _step_the_rest(self) -> None:
+        with self._lock:
+            while self._waiting:
+                self._step_alone(self._waiting.pop())
+
+    def _step_alone(self, p: Tensor) -> None:
+        """The optimizer's own step, on a list of groups that has this parameter alone."""
+        group = self._group_of[id(p)]
+        alone = {**group, "params": [p]}
+        groups, self.optimizer.param_groups = self.optimizer.param_groups, [alone]
+        self._inside = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._inside = False
+            self.optimizer.param_groups = groups
+        self._stepped.add(id(p))
         p.grad = None
         if any(alone[key] is not value for key, value in group.items() if key != "params"):
             raise ProgramError(
                 f"{type(self.optimizer).__name__} changes its groups in each step, so it cannot step inside backward"
             )
+
+
+def refuse_ddp(modules: Iterable[Module]) -> None:
+    """For a program that DistributedDataParallel calls, if some optimizer steps its parameters inside backward."""
+    if not len(_OWNER) or not torch.distributed.is_available():
+        return
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None or ddp.process_group.size() == 1:
+        return
+    if any(p is not None and p in _OWNER for module in modules for p in module._parameters.values()):
+        raise ProgramError(
+            "DistributedDataParallel averages gradients over processes after rg.step_in_backward has stepped on them, so the "
+            "processes would drift apart. Shard with fully_shard (FSDP2), which averages them before, or leave out "
+            "rg.step_in_backward"
+        )

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from .module_state import version_of
 from .streams import tensors
 
@@ -16,11 +18,11 @@ class Walk:
     """Where one backward pass stands in a run: `state` is the one after the first `at` updates."""
 
     __slots__ = (
-        "__weakref__", "asked", "at", "filled", "finished", "given", "side", "sketches", "state", "thread", "versions",
+        "__weakref__", "asked", "at", "filled", "finished", "given", "lowest", "records", "side", "state", "thread", "versions",
     )  # fmt: skip
 
-    def __init__(self, state: dict[str, Any], side: dict[str, Any], at: int, thread: int):
-        self.state, self.side, self.at = state, side, at
+    def __init__(self, state: dict[str, Any], side: dict[str, Any], at: int, thread: int, records: list[Any]):
+        self.state, self.side, self.at, self.records = state, side, at, records
         self.given = {
             id(value): [version_of(t) for t in tensors(value)] for value in side.values()
         }  # versions of the side inputs
@@ -29,11 +31,18 @@ class Walk:
         self.asked = 0  # when an update was last asked for
         self.versions: list[int] | None = None  # of the streams, when an update was last asked for
         self.filled: Any = None  # the record of the update whose saved tensors are ready
-        self.sketches: Any = None  # of what was recomputed
+        self.lowest: dict[int, int] | None = None  # by the id of a parameter, the lowest update that has it
 
     def edited(self, side: Mapping[str, Any]) -> bool:
         """Whether one of these side inputs was edited since the walk began."""
         return any([version_of(t) for t in tensors(value)] != self.given[id(value)] for value in side.values())
+
+    def needs(self, p: Tensor) -> bool:
+        """Whether an update that has this parameter is still to be recomputed."""
+        if self.lowest is None:
+            found = ((id(p), record.number) for record in reversed(self.records) for p in record.modules.slots.parameters)
+            self.lowest = dict(found)
+        return self.lowest.get(id(p), self.at) < self.at or (not self.finished and not self.at and id(p) in self.lowest)
 
     def clear(self) -> None:
         if self.filled is not None:
@@ -61,6 +70,11 @@ _COUNT = itertools.count(1)
 def enrol(walk: Walk) -> None:
     begun = [(number, ref) for number, ref in _LOCAL.begun if not _done_with(ref())]
     _LOCAL.begun = [*begun, (next(_COUNT), weakref.ref(walk))]
+
+
+def needed(p: Tensor) -> bool:
+    """Whether a backward pass of this thread has yet to recompute a function that has this parameter."""
+    return any(walk.needs(p) for _, ref in _LOCAL.begun if (walk := ref()) is not None and walk.state)
 
 
 def _done_with(walk: Walk | None) -> bool:
