@@ -1157,43 +1157,22 @@ def hidden(fn=None):
     return rg.wirings.leapfrog([Fn(), Fn(), fn or Casts(), Fn()]), {"a": draw(), "b": draw()}
 
 
-@pytest.mark.parametrize("memory", ["reverse", rg.Anchor(2), rg.Budget(5000), rg.ReverseAbove(0, dim=0)], ids=str)
-def test_hidden_autocast_is_told(memory):
-    """A warning that names the update."""
-    with pytest.warns(UserWarning, match=r"update 2: a \+= Casts\(b\): fn computes in 16 bits.*arithmetic='exact'") as caught:
-        rg.run(*hidden(), memory=memory)
-    assert len(caught) == 1
-
-
-@pytest.mark.parametrize("how", ["float()", "LayerNorm"])
-def test_autocast_that_is_better_hidden_is_told(how):
-    """fn returns float32: a norm at its end does so under autocast."""
-
-    class Casts(Fn):
-        def __init__(self):
-            super().__init__()
-            self.last = nn.LayerNorm(WIDTH)
-
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
-                y = super().forward(x)
-                return y.float() if how == "float()" else self.last(y)
-
-    with pytest.warns(UserWarning, match=r"update 2: a \+= Casts\(b\): fn computes in 16 bits"):
-        rg.run(*hidden(Casts()))
-
-
 @pytest.mark.parametrize(
     ("memory", "arithmetic"),
-    [("reverse", "float"), ("reverse", "exact"), ("store", "auto"), ("checkpoint", "auto"), (rg.StoreLast(2), "auto")],
+    [
+        ("reverse", "auto"),
+        ("reverse", "float"),
+        ("reverse", "exact"),
+        ("store", "auto"),
+        ("checkpoint", "auto"),
+        (rg.StoreLast(2), "auto"),
+    ],
     ids=str,
 )
-def test_hidden_autocast_needs_no_warning(memory, arithmetic):
+def test_hidden_autocast_is_no_fault(memory, arithmetic):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rg.run(*hidden(), memory=memory, arithmetic=arithmetic)
-        with torch.no_grad():
-            rg.run(*hidden())
+        loss_of(rg.run(*hidden(), memory=memory, arithmetic=arithmetic)).backward()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -1232,7 +1211,7 @@ def test_affine_has_no_exact_form(memory, way):
 
 @pytest.mark.parametrize("memory", ["reverse", "store", "checkpoint"])
 def test_affine_in_16_bits(memory):
-    """As float, with a warning where it is recovered; the stream that is only added to is exact."""
+    """As float, with a warning where it drifts; the stream that is only added to is exact."""
     updates = affine() * 2
     fns = nn.ModuleList({id(u.fn): u.fn for u in updates}.values()).bfloat16()
     streams = {"a": draw(dtype=torch.bfloat16), "b": draw(dtype=torch.bfloat16)}
@@ -1244,8 +1223,7 @@ def test_affine_in_16_bits(memory):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = observed(lambda: make(memory), wanted)
-    told = [str(w.message).partition(": fn computes in 16 bits")[0] for w in caught]
-    assert told == (["update 1: b *+= Pair(a)"] if memory == "reverse" else [])
+    assert not caught or (memory == "reverse" and "drifted" in str(caught[0].message))
     true = observed(lambda: make("store"), wanted)
     for a, b in zip(found, true, strict=True):
         torch.testing.assert_close(a, b, rtol=0.1, atol=0.1)
@@ -1261,13 +1239,12 @@ def test_complex_streams():
 
 
 def test_complex_streams_beside_16_bits():
-    """Under auto they are added to in float, which is told, and the others exactly."""
+    """Under auto they are added to in float, and the others exactly."""
     z, x = torch.randn(3, dtype=torch.complex64, requires_grad=True), draw(3, dtype=torch.bfloat16)
     updates = [rg.Update("z", lambda x: x.sin().to(torch.complex64), "x"), rg.Update("x", lambda z: z.real.cos(), "z")] * 4
     results = []
     for memory in ("reverse", "store"):
-        with pytest.warns(match="update 0: z.* 16 bits") if memory == "reverse" else contextlib.nullcontext():
-            out = rg.run(updates, {"z": z, "x": x}, memory=memory)
+        out = rg.run(updates, {"z": z, "x": x}, memory=memory)
         results.append(torch.autograd.grad(out["x"].double().sum() + out["z"].abs().sum(), [z, x]))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)

@@ -1,6 +1,7 @@
 """Rules beyond addition against the same equations by hand: affine, momentum, and invertible functions of one's own."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -197,7 +198,8 @@ def test_autocast(kind, memory):
     elif memory == "checkpoint":
         assert_same(gradients(lambda: run(memory), net.wanted), true, 1e-6)
     else:
-        with pytest.warns(UserWarning, match="fn computes in 16 bits"):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* slightly different")
             assert_same(gradients(lambda: run(memory), net.wanted), true, 0.1)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .errors import ProgramError, at, too_deep, unknown
 from .exact import Exact
-from .module_state import Held
+from .parts import Held
 from .streams import each, tensors
 
 NAMES = ("auto", "exact", "float")
@@ -123,5 +123,5 @@ def held_in_sixteen_bits(held: Sequence[Held]) -> bool:
     slots = [module._parameters.values() for module in modules if module._parameters]
     if any(p is not None and p.dtype in SIXTEEN for values in slots for p in values):
         return True
-    sharded = [m for m in modules if hasattr(type(m), "_get_fsdp_state")]
-    return any(m._get_fsdp_state()._mp_policy.param_dtype in SIXTEEN for m in sharded)  # what it is cast to when it is gathered
+    states: list[Any] = [(getattr(type(m), "_get_fsdp_state", None), m) for m in modules]
+    return any(of is not None and of(m)._mp_policy.param_dtype in SIXTEEN for of, m in states)  # what it is cast to when gathered

@@ -124,7 +124,7 @@ def _fused(index: int, target: Any, out: Any, sign: int, sketches: Sketches) -> 
         table = sketches.table()
         table.start(index, {t.device for t in target.made})
         return target.plus(out, sign, Note(table, index))
-    if type(target) is type(out) is Tensor and target.is_cuda and fused.addable(target, out):
+    if isinstance(target, Tensor) and isinstance(out, Tensor) and target.is_cuda and fused.addable(target, out):
         table = sketches.table()
         table.start(index, (target.device,))
         return fused.add(target, out, sign, 0, table.row(index, target.device))

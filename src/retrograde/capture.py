@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from . import errors
-from .module_state import home_of
+from .parts import home_of
 
 
 def capturing() -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .drift import Pass, Trial, norm, relative, tolerance, vector_error
 from .errors import at
 from .findings import Finding, drifting, faults, with_lines, wrong_backward
-from .module_state import modules_of
+from .parts import modules_of
 from .update import Update
 
 

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from . import errors
 from .call import Streams
 from .capture import capturing
-from .module_state import Held, ModuleState
+from .module_state import ModuleState
+from .parts import Held
 from .replay import Draws, generators, modes
 from .streams import tensors
 from .update import Program
@@ -24,11 +25,11 @@ _SHARE = 8  # masks and ids of at most this share of the streams' bytes are copi
 class Context:
     """Of one forward pass over a program."""
 
-    def __init__(self, program: Program, held: list[Held], streams: Streams, side: Streams, verify: str, wary: bool):
+    def __init__(self, program: Program, held: list[Held], streams: Streams, side: Streams, verify: str):
         self.held = held  # by the functions
-        self.wary = wary  # of functions that turn out to compute in 16 bits
         self.changing = program.changing
         own = [t for name in program.names for t in tensors(streams[name])]
+        flat: list[Any]
         flat, self.side_spec = tree_flatten(side) if side else ([], None)
         copies = _copies(flat, sum(t.nbytes for t in own) // _SHARE)
         if copies:
@@ -36,7 +37,8 @@ class Context:
             side = tree_unflatten(flat, self.side_spec)  # type: ignore[arg-type]
         # inference tensors cannot be saved by autograd, and cannot change either
         kept = [isinstance(t, Tensor) and not t.is_inference() for t in flat]
-        self.side, self.tensors = side, [t for t, is_kept in zip(flat, kept, strict=True) if is_kept]
+        self.side = side
+        self.tensors: list[Tensor] = [t for t, is_kept in zip(flat, kept, strict=True) if is_kept]
         self.grads = [t.requires_grad for t in self.tensors]
         self.others = [_HOLE if is_kept else t for t, is_kept in zip(flat, kept, strict=True)]
         self.modes = modes()

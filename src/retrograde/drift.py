@@ -17,8 +17,8 @@ from . import call as calls
 from .errors import NotRepeated, ProgramError, RetrogradeError, at
 from .exact import read
 from .lines import Line, Tracer, parting, totals
-from .module_state import modules_of
 from .modules import Net, Reversible
+from .parts import modules_of
 from .plain import Plain, put_back_python, python_states
 from .replay import Draws, generators, replaying
 from .rules import Add, Affine, Inverted, Momentum

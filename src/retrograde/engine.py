@@ -19,7 +19,7 @@ from .context import Context
 from .exact import Exact, carried, read
 from .forms import looks, two_forms, use_lean
 from .ledger import Ledger
-from .module_state import Held
+from .parts import Held
 from .purse import Learned, Purse, free_bytes
 from .recover import Run
 from .step_in_backward import refuse_ddp
@@ -140,7 +140,7 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
     ledger = Ledger(program.updates, list(exact))
     for ledger.index, name in enumerate(exact, len(program.updates)):
         state[name] = carried(state[name], ledger, exact[name])
-    context = Context(program, held, state, side, verify, wary=arithmetic == "auto") if needed else None
+    context = Context(program, held, state, side, verify) if needed else None
     if context is not None:
         side = context.side  # with copies of what callers edit
     with _no_cast_cache(), _all_or_nothing(context):

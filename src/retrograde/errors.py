@@ -88,13 +88,6 @@ def small_values(name: str, size: float, unit: float) -> str:
     )
 
 
-def sixteen_bits(where: str) -> str:
-    return (
-        f"{where}: fn computes in 16 bits, and its stream is recovered by subtraction that rounds: gradients will be off. "
-        "Use arithmetic='exact' (for additions), or memory='checkpoint'; arithmetic='float' accepts the error"
-    )
-
-
 def scripted(where: str) -> ProgramError:
     return ProgramError(
         "fn is or holds a module of TorchScript, which saves other tensors from one run to the next, so it cannot be run again. "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .module_state import Around
+from .parts import Around
 from .streams import tensors
 
 Line = tuple[str, int]  # file and number

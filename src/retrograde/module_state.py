@@ -12,12 +12,10 @@ this update then keeps its activations (`repeatable` is false).
 from __future__ import annotations
 
 import contextlib
-import functools
-import types
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,113 +23,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
 from . import errors
+from .parts import Around, Held, home_of, parts, version_of
 
 _NOBODY = contextlib.nullcontext()
 _MISSING = object()  # no such slot
 _SMALL = 1 << 16  # bytes of a buffer on a device that is kept where it may have been written
-_DEEP = 6  # attributes and entries away from a function
-_MANY = 64  # entries of a list that are looked at
-_PLAIN = (int, float, complex, str, bytes, type(None), type, types.ModuleType, Tensor, torch.dtype, torch.device)
-_STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # attributes of every module
 _flat: Any = chain.from_iterable
 _values: Any = dict.values
 _untyped = Tensor.untyped_storage
 _version, _requires_grad, _training = attrgetter("_version"), attrgetter("requires_grad"), attrgetter("training")
-
-
-def home_of(t: Tensor) -> int:
-    """What tensors that share memory have in common."""
-    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
-
-
-def version_of(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
-
-
-class Around(nn.Module):
-    """A module of ours around a function of the user's."""
-
-    def __init__(self, fn: Any):
-        super().__init__()
-        self.fn = fn
-
-
-# -- which modules -----------------------------------------------------------------------------------------------------
-
-
-def parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules and all that they are made of, each once."""
-    found = list(dict.fromkeys(modules))
-    seen = set(found)
-    for module in found:  # grows while it is read
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                found.append(child)
-    return found
-
-
-class Held:
-    """What a function and its rule use besides their arguments: itself, or what is behind a method, a partial or a closure.
-
-    A module may also hold others without registering them, as `self.shared = [module]`.
-    """
-
-    __slots__ = ("generators", "modules", "roots")
-
-    def __init__(self, fn: Any, rule: Any = None):
-        self.roots: list[nn.Module] = []  # without what they are made of
-        self.generators: list[torch.Generator] = []
-        if isinstance(fn, nn.Module) and not (isinstance(fn, Around) and not isinstance(fn.fn, nn.Module)):
-            self.roots.append(fn)
-        else:
-            _look_behind(fn.fn if isinstance(fn, Around) else fn, _DEEP, self)
-        if rule is not None and rule.__dict__:
-            _look_behind(list(rule.__dict__.values()), _DEEP, self)
-        self.modules, known = parts(self.roots), len(self.roots)
-        for module in self.modules:
-            if not type(module).__module__.startswith("torch."):
-                for name, value in vars(module).items():
-                    if name not in _STANDARD and not isinstance(value, _PLAIN):
-                        _look_behind(value, 2, self)
-        if len(self.roots) > known:
-            self.modules = parts(self.roots)
-
-
-def modules_of(fn: Any) -> list[nn.Module]:
-    """The modules that a function uses, with all that they are made of."""
-    return Held(fn).modules
-
-
-def _look_behind(thing: Any, depth: int, found: Held) -> None:
-    todo, seen = [(thing, depth)], set()
-    while todo:
-        thing, depth = todo.pop(0)
-        if isinstance(thing, nn.Module):
-            found.roots.append(thing)
-        elif isinstance(thing, torch.Generator):
-            found.generators.append(thing)
-        elif depth and id(thing) not in seen and not isinstance(thing, _PLAIN):
-            seen.add(id(thing))
-            todo += [(inner, depth - 1) for inner in _inside(thing)]
-
-
-def _inside(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, types.MethodType):
-        return (thing.__self__, thing.__func__)
-    if isinstance(thing, functools.partial):
-        return (thing.func, *thing.args, *thing.keywords.values())
-    if isinstance(thing, types.FunctionType):
-        cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]
-        return (*cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
-    if isinstance(thing, (list, tuple)):
-        return islice(thing, _MANY)
-    if isinstance(thing, dict):
-        return islice(thing.values(), _MANY)
-    return getattr(thing, "__dict__", {}).values()
-
-
-# -- what it saw -------------------------------------------------------------------------------------------------------
 
 
 class Slots:
@@ -204,11 +104,11 @@ class ModuleState:
         "_before", "_snapshots", "_whole", "cached", "called", "changed", "modules", "moved", "repeatable", "slots",
     )  # fmt: skip
 
-    def __init__(self, fn: Any, held: Held, record: Any):
+    def __init__(self, fn: Any, held: Held, where: Callable[[], str]):
         self._whole: Sequence[nn.Module] = held.modules
         self.modules = modules = held.modules
         if any(isinstance(m, torch.jit.ScriptModule) for m in modules):
-            raise errors.scripted(record.where)
+            raise errors.scripted(where())
         self._before = Slots(modules)
         self.cached = _cached_weights(modules) if parametrize._cache_enabled else None
         self._snapshots: Any = [one for m in modules if m._buffers for one in _snapshots(m)]
@@ -246,7 +146,7 @@ class ModuleState:
         self._compare(now)
         if self.called is not None:
             homes = {home_of(t) for t in saved}
-            saving = [m for m in self._whole if any(_there(p) and home_of(p) in homes for p in m._parameters.values())]
+            saving = [m for m in self._whole if any(home_of(p) in homes for p in m._parameters.values() if _there(p))]
             self.modules = parts([*self.called, *saving])
             now = Slots(self.modules)
         self.slots = now.complete(self.modules)
@@ -301,8 +201,9 @@ class ModuleState:
             return NOTHING
         swap = Swap()
         if caching:
-            swap.put(vars(parametrize), "_cache", {} if self.cached is None else dict(self.cached))
-            swap.put(vars(parametrize), "_cache_enabled", 0 if self.cached is None else 1)
+            own: Any = vars(parametrize)
+            swap.put(own, "_cache", {} if self.cached is None else dict(self.cached))
+            swap.put(own, "_cache_enabled", 0 if self.cached is None else 1)
         if not same:
             self._refuse_changes(now, record.where)
             for slots, name, value in self.slots.replaced_in(now):
@@ -360,8 +261,10 @@ class Swap:
         return copies
 
     def undo(self) -> None:
-        for slots, name, t in reversed(self.out):
-            _place(slots, name, t)
+        """What was there before; but what fn itself has replaced stays, as its plain attributes may go with it."""
+        for (slots, name, t), put in zip(reversed(self.out), reversed(self.put_in), strict=True):
+            if slots.get(name, _MISSING) is put:
+                _place(slots, name, t)
 
 
 NOTHING = Swap()  # there is nothing to put in, as a rule
@@ -379,7 +282,7 @@ def _storage(p: Tensor) -> Any:
     return p.untyped_storage() if p.layout is torch.strided and _there(p) else None
 
 
-def _there(p: Any) -> bool:
+def _there(p: Any) -> TypeGuard[Tensor]:
     """Not None, and not one that a lazy module has yet to make."""
     return p is not None and (type(p) is nn.Parameter or not nn.parameter.is_lazy(p))
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .module_state import _STANDARD, Around, modules_of, version_of
 from .modules import Net
+from .parts import STANDARD, Around, modules_of, version_of
 
 _CONTAINERS = (list, dict, set, collections.deque)
 _SMALL = 1 << 16  # bytes of a numpy array that is looked at
@@ -113,7 +113,7 @@ def _places(fn: Any) -> Iterator[Place]:
     for module in held:
         if isinstance(module, Net):
             continue
-        yield _attributes(module, names.get(id(module), ""), _STANDARD)
+        yield _attributes(module, names.get(id(module), ""), STANDARD)
         if not type(module).__module__.startswith("torch."):
             functions += _methods(type(module))
     while isinstance(fn, functools.partial):

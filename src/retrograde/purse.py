@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import BudgetTooSmall, ProgramError
-from .module_state import home_of
+from .parts import home_of
 from .replay import untraced
 
 

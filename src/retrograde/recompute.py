@@ -12,8 +12,8 @@ from .call import Streams, apply, call, observe, put_on
 from .capture import DrawnAgain
 from .context import Context
 from .forms import use_lean
-from .module_state import version_of
-from .record import Record, check_captured, difference_of, look, numberer, reader, version
+from .parts import version_of
+from .record import Record, check_captured, difference_of, look, packer, reader, version
 from .replay import begin_again, end_again
 from .streams import tensors
 from .walks import Walk
@@ -48,7 +48,7 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
         present = context.draws.again(drawn_before)
         try:
             sources = record.sources_again(walk.state)
-            _push_hooks(numberer(store), reader(store, record))
+            _push_hooks(packer(store, []), reader(store, record))
             try:
                 row, out, target = _run(walk, record, context, sources, swap)
             finally:

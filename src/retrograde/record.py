@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -12,42 +13,35 @@ from . import errors
 from .call import Streams
 from .exact import read
 from .keep import source
-from .module_state import ModuleState, home_of
+from .module_state import ModuleState
+from .parts import home_of
 from .replay import untraced
 from .streams import each, flatten, tensors, unflatten, with_strides
 from .update import Update
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """What the first run of an update leaves behind: everything the recomputation needs but tensors of the forward pass."""
 
-    __slots__ = (
-        "before", "drawn", "drifts", "given", "index", "kept", "lean", "leaves", "meta", "modules", "number", "ready", "row",
-        "stale", "target_leaves", "target_row", "update", "values",
-    )  # fmt: skip
     index: int
     number: int  # in the run
     update: Update
     modules: ModuleState
-    drawn: tuple[list[Any], list[Any]]  # the states of the random generators before and after
-    given: Any  # what was drawn itself, where generators cannot be read: inside a CUDA graph (capture.py)
-    meta: list[Any]  # (shape, dtype, device, version at the end) of each tensor that fn saved
-    stale: Sequence[int]  # numbers of those that fn edited afterwards
     leaves: list[tuple[tuple[int, ...], bool]]  # strides and requires_grad of the leaves of the sources
     target_leaves: list[tuple[tuple[int, ...], bool]]  # the same of the target, for rules that save
     drifts: bool  # its sources are recovered with roundings
-    row: list[float] | None  # the sketch of what fn returned, as far as it is on a CPU (sketch.py) …
-    target_row: list[float] | None  # … and of the target before the update, for rules of users
     lean: bool  # fn ran in its lean form (forms.py)
-    values: list[Tensor] | None  # of an update that is stored: the saved tensors themselves …
-    before: Any  # … and the target before it
-    kept: Any  # the target before an update that made NaN or inf of it, which cannot be undone
-    ready: list[Tensor | None] | None  # what the recomputation saved, until it is asked for
-
-    def __init__(self, index: int, number: int, update: Update):
-        self.index, self.number, self.update = index, number, update
-        self.stale = ()
-        self.values = self.before = self.kept = self.ready = self.target_row = None
+    drawn: tuple[list[Any], list[Any]] = ([], [])  # the states of the random generators before and after
+    given: Any = None  # what was drawn itself, where generators cannot be read: inside a CUDA graph (capture.py)
+    meta: Sequence[Any] = ()  # (shape, dtype, device, version at the end) of each tensor that fn saved
+    stale: Sequence[int] = ()  # numbers of those that fn edited afterwards
+    row: list[float] | None = None  # the sketch of what fn returned, as far as it is on a CPU (sketch.py) …
+    target_row: list[float] | None = None  # … and of the target before the update, for rules of users
+    values: list[Tensor] | None = None  # of an update that is stored: the saved tensors themselves …
+    before: Any = None  # … and the target before it
+    kept: Any = None  # the target before an update that made NaN or inf of it, which cannot be undone
+    ready: list[Tensor | None] | None = None  # what the recomputation saved, until it is asked for
 
     @property
     def where(self) -> str:
@@ -98,17 +92,6 @@ def packer(store: list[Any], versions: list[int]) -> Callable[[Tensor], int]:
     return pack
 
 
-@untraced
-def numberer(store: list[Any]) -> Callable[[Tensor], int]:
-    """The same for a recomputation, where versions do not matter."""
-
-    def pack(t: Tensor) -> int:
-        store.append(t)
-        return len(store) - 1
-
-    return pack
-
-
 def reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
     """The unpack hook of a recomputation, for a fn that itself calls autograd.grad. The list is empty when that is over."""
 
@@ -138,7 +121,7 @@ def describe(store: list[Any], known: list[list[Any]]) -> list[Any]:
     return meta
 
 
-def difference_of(old: list[Any], new: list[Any]) -> str | None:
+def difference_of(old: Sequence[Any], new: Sequence[Any]) -> str | None:
     """What differs besides versions, or None."""
     if len(old) != len(new):
         return f"it saved {len(new)} tensors for its gradient, {len(old)} before"

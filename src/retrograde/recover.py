@@ -12,7 +12,8 @@ The mechanism. Autograd's graph stays in place; only what it keeps is changed.
    fn on the recovered sources, undoes the update, and hands out what the fn of update k saved this time.
 4. A walk belongs to one graph task (one call of backward) and dies with it. Autograd executes nodes in the reverse order of
    their making, so a walk goes down once; whatever is asked for out of turn is walked to again from the top.
-5. What the second run saves must match the first in number, shape, dtype and device; anything else is an error.
+5. A recomputation must save what the first run saved, in number, shape, dtype and device, and fn must return what it returned
+   (verify.py); anything else is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -32,14 +32,14 @@ import torch
 from torch import Tensor
 
 from . import errors
-from .arithmetic import SIXTEEN
 from .call import Streams, apply, call, fitting, observe, put_on, sources_of
 from .capture import Drawn
 from .context import Context
 from .exact import Exact
 from .forms import use_lean
 from .keep import keep, vault
-from .module_state import ModuleState, version_of
+from .module_state import ModuleState
+from .parts import version_of
 from .purse import Purse
 from .recompute import recompute, versions_of
 from .record import Record, describe, packer
@@ -55,7 +55,7 @@ _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ign
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _PATIENCE = 600.0  # seconds
-_LOCK = threading.RLock()  # one second run at a time: random states and the slots of modules belong to the whole process
+_LOCK = threading.RLock()  # one recomputation at a time: random states and the slots of modules belong to the whole process
 
 
 class Run:
@@ -84,29 +84,26 @@ class Run:
         context, rule, target = self.context, update.rule, state[update.target]
         verification = context.verification
         sources = sources_of(update, state)
-        record = Record(index, len(self.records), update)
+        rounded = (name for name in update.sources if name in context.changing and not isinstance(state[name], Exact))
         held = context.held[index]
-        record.modules = modules = ModuleState(update.fn, held, record)
+        modules = ModuleState(update.fn, held, lambda: errors.at(index, update))
         context.modules.append(modules)
         if held.generators:
             context.draws.follow(held.generators)
-        if len(sources) == 1 and isinstance(t := sources[0], Tensor):  # as a rule
-            record.leaves = [(t.stride(), t.requires_grad)]
-        else:
-            record.leaves = [(t.stride(), t.requires_grad) for value in sources for t in tensors(value)]
-        record.target_leaves = [(t.stride(), t.requires_grad) for t in tensors(target)] if rule.saves else []
-        rounded = (name for name in update.sources if name in context.changing and not isinstance(state[name], Exact))
-        record.drifts = not self.keeps_sources and next(rounded, None) is not None
+        record = Record(
+            index, len(self.records), update, modules,
+            leaves=[(t.stride(), t.requires_grad) for value in sources for t in tensors(value)],
+            target_leaves=[(t.stride(), t.requires_grad) for t in tensors(target)] if rule.saves else [],
+            drifts=not self.keeps_sources and next(rounded, None) is not None,
+            lean=self.lean,
+        )  # fmt: skip
         live: list[Tensor] = []
         versions: list[int] = []
         pack = packer(live, versions)
         drawn = Drawn() if context.capturing else None
         if self.purse is not None:
             pack = self.purse.watching(pack, [*modules.tensors(), *context.tensors])
-        if verification is not None:
-            verification.take_first(record, target)
         self.live = live
-        record.lean = self.lean
         form = use_lean(self.lean)  # a program may be inside of a fn in the other form
         try:
             _push_hooks(pack, self.unpacker(record))
@@ -136,11 +133,11 @@ class Run:
                 out = each(self.keep(kept), out)
         sketches = None if verification is None else verification.first
         if rule.saves:
-            state[update.target], record.row = applied, sketches and sketches.take(index, out)
+            state[update.target], row = applied, sketches and sketches.take(index, out)
         else:
-            state[update.target], record.row = put_on(index, update, target, out, sketches)
+            state[update.target], row = put_on(index, update, target, out, sketches)
         if verification is not None:
-            verification.note(record.row)
+            verification.note(record, row, target)
         if not self.keeps_sources and self.spoilt(record, target, out, state[update.target]):
             record.kept = detached(target)
 
@@ -172,19 +169,9 @@ class Run:
     def keep_finals(self, state: Streams) -> None:
         targets = dict.fromkeys(map(_target, self.records))
         touched = {**targets, **dict.fromkeys(chain.from_iterable(map(_sources, self.records)))}
-        if self.context.wary:
-            self.warn_of_sixteen_bits([name for name in targets if not isinstance(state[name], Exact)])
         behind = self.keep({name: state[name] for name in touched})
         for name in targets:
             state[name] = each(behind, state[name])
-
-    def warn_of_sixteen_bits(self, rounded: list[str]) -> None:
-        """Autocast inside of fn cannot be seen before it runs; and rules other than addition have no exact form."""
-        short = {id(meta) for meta in self.metas() if any(dtype in SIXTEEN for _, dtype, _, _ in meta)}
-        for record in self.records if short else ():
-            if record.update.target in rounded and id(record.meta) in short:
-                warnings.warn(errors.sixteen_bits(record.where), stacklevel=2)
-                return
 
     def metas(self) -> Iterable[list[Any]]:
         """What updates have saved; most saved the same, and share one list."""

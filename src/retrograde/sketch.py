@@ -11,6 +11,7 @@ Infinite elements and NaN are counted and left out of the sums.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -78,10 +79,12 @@ class Sketches:
 
     def take(self, index: int, value: Any) -> list[float] | None:
         """The row of all leaves of `value` that are on a CPU; what is on other devices goes into the table."""
-        if torch._C._is_any_autocast_enabled():
-            with _plain_precision():
-                return self._take(index, value)
-        return self._take(index, value)
+        if not torch._C._is_any_autocast_enabled():
+            return self._take(index, value)
+        with contextlib.ExitStack() as stack:  # it would take the products in 16 bits
+            for kind in {t.device.type for t in tensors(value)}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return self._take(index, value)
 
     def _take(self, index: int, value: Any) -> list[float] | None:
         if type(value) is Tensor and value.is_cpu:  # as a rule
@@ -182,19 +185,3 @@ def _weights(like: Tensor, kind: int, count: int) -> Tensor:
 def _block(kind: int, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(7919 * number + kind)
     return torch.randn(PROJECTIONS, _BLOCK, generator=generator, dtype=torch.float64, device="cpu")
-
-
-class _plain_precision:
-    """Autocast would take the products in 16 bits."""
-
-    def __enter__(self) -> None:
-        self.modes: list[tuple[str, bool]] = []
-        if torch._C._is_any_autocast_enabled():
-            accelerator = torch.accelerator.current_accelerator()
-            for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
-                self.modes.append((kind, torch.is_autocast_enabled(kind)))
-                torch.set_autocast_enabled(kind, False)
-
-    def __exit__(self, *_: object) -> None:
-        for kind, enabled in self.modes:
-            torch.set_autocast_enabled(kind, enabled)

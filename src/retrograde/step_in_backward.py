@@ -170,7 +170,7 @@ def refuse_ddp(modules: Iterable[Module]) -> None:
     if not len(_OWNER) or not torch.distributed.is_available():
         return
     ddp = DistributedDataParallel._active_ddp_module
-    if ddp is None or ddp.process_group.size() == 1:
+    if ddp is None or torch.distributed.get_world_size(ddp.process_group) == 1:
         return
     if any(p is not None and p in _OWNER for module in modules for p in module._parameters.values()):
         raise ProgramError(

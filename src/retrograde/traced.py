@@ -20,7 +20,7 @@ from . import memory as policies
 from .arithmetic import check_arithmetic, exact_streams, held_in_sixteen_bits, refuse_growth
 from .exact import carried, read
 from .ledger import Ledger
-from .module_state import Held
+from .parts import Held
 from .streams import dense, flatten, tensors, unflatten
 from .trace_check import at_trace_time, check_update, named, note_given, note_made, refuse, second_run, transformed
 from .traced_back import backward, call
@@ -71,7 +71,7 @@ def _body(index: int, update: Update) -> nn.Module:
             errors.at(index, update),
         )
     roots = Held(update.fn, update.rule).roots
-    return update.fn if roots == [update.fn] else _Holder(update.fn, roots)
+    return roots[0] if roots == [update.fn] else _Holder(update.fn, roots)
 
 
 @at_trace_time

@@ -1,10 +1,11 @@
 """Is what backward recomputes what the forward pass computed? The sketches of both are compared (sketch.py).
 
 Two things make a recomputation differ: fn is not the same function any more, or its inputs have drifted, as undoing updates in
-floating point rounds. Both make gradients wrong by about as much as the output of fn differs.
+floating point rounds. Both make gradients wrong by about as much as the output of fn differs. Besides, the undo of a rule of the
+user's may be wrong, which the output of fn does not show: there the targets are compared as well.
 
-On a CPU both sketches are numbers, and an error is raised at once. On other devices the tables are copied to the host without
-waiting for them, and compared when they have arrived: at the latest in the next forward pass of the program.
+On a CPU the sketches are numbers, and an error is raised at once. On other devices they are rows of tables, which are copied to
+the host without waiting for them, and compared when they have arrived: at the latest in the next forward pass of the program.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from .sketch import PROJECTIONS, SQUARES, TARGET, Sketches, Table, squares
 from .streams import tensors
 
 NAMES = ("error", "warn", "off")
-_ROOT = math.sqrt(PROJECTIONS)
 FLOOR = 300  # roundings of a stream: a difference smaller than so many is lost in the stream anyway
 DRIFT = {True: (1e-5, 1e-3), False: (1e-2, 5e-2)}  # where inputs drift, by whether streams are float64: warn from, raise from
 
@@ -40,104 +40,90 @@ def check_verify(verify: str) -> str:
     return verify
 
 
+class Limits(NamedTuple):
+    """How far two sketches may be apart, relative to the size of what was sketched."""
+
+    warn: float
+    error: float
+    floor: float  # so much of the target counts as well
+    what: str  # "output", "drifting output" or "target"
+
+
 class Verification:
     """Of one forward pass and the backward passes through it."""
 
     def __init__(self, program: Any, verify: str, streams: Iterable[Tensor]):
-        self.program, self.verify = program, verify
+        self.program, self.verify, self.count = program, verify, len(program.updates)
         floats = [t.dtype for t in streams if t.is_floating_point() or t.is_complex()]
-        self.eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
-        self.has_nan = False  # in the output of some fn: gradients are NaN as well, and nothing is to be said of it
-        self._table = Table(2 * len(program.updates))  # as many again for the targets of rules of users
-        self._tables: dict[int, Table] = {}  # of recomputations, by graph task
-        self._wanted: dict[int, dict[int, _Limits]] = {}
-        self.first, self.second = Sketches(lambda: self._table), Sketches(self._again)
+        eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
+        self.drift = DRIFT[eps < 1e-10]
+        self.floor = FLOOR * min(eps, torch.finfo(torch.float32).eps)
+        self.has_nan = False  # in the output of some fn: gradients are NaN as well, and there is nothing to report
+        self.table = Table(2 * self.count)  # as many rows again for the targets of rules of users
+        self.tables: dict[int, tuple[Table, dict[int, Limits]]] = {}  # of recomputations, by graph task
+        self.first, self.second = Sketches(lambda: self.table), Sketches(lambda: self._again()[0])
 
-    def _again(self) -> Table:
-        """The table for what the graph task that is running recomputes."""
+    def _again(self) -> tuple[Table, dict[int, Limits]]:
+        """What the graph task that is running recomputes: the table, and the rows to compare."""
         task = _task()
         if task < 0:  # somebody reads saved tensors outside of a backward pass
-            return Table(self._table.count)
-        if task not in self._tables:
-            self._tables[task] = Table(self._table.count)
+            return Table(2 * self.count), {}
+        if task not in self.tables:
+            self.tables[task] = Table(2 * self.count), {}
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))  # type: ignore[attr-defined]
-        return self._tables[task]
+        return self.tables[task]
 
-    def take_first(self, record: Any, target: Any) -> None:
-        """Before the first application of a rule that may not undo what it does: the sketch of the target."""
-        if by_user(record.update.rule):
-            record.target_row = self.first.take(self._of_target(record.index), target)
-
-    def note(self, row: list[float] | None) -> None:
-        """The sketch of the first output of an update."""
+    def note(self, record: Any, row: list[float] | None, target: Any) -> None:
+        """The sketch of what fn returned in the first run, and that of the target before the rule of a user changes it."""
+        record.row = row
         self.has_nan = self.has_nan or (row is not None and row[-1] > 0)
+        if by_user(record.update.rule):
+            record.target_row = self.first.take(self.count + record.index, target)
 
     def compare(self, record: Any, row: list[float] | None, out: Any, target: Any) -> None:
-        """What fn returned when it was recomputed, and what undo made of the target, with the sketches of the first run."""
-        if (
-            not by_user(record.update.rule)
-            and row is not None
-            and self._alike(record, row)
-            and all(t.is_cpu for t in tensors(out))
-        ):
+        """The same of a recomputation, where `target` is what undo made of it."""
+        users = by_user(record.update.rule)
+        if row is not None and not users and self._near(record, row) and all(t.is_cpu for t in tensors(out)):
             return  # as a rule
-        limits = _Limits(False, record.drifts, self.eps, out)
-        self._compare(record.index, record.index, record.row, row, limits, out, target)
-        if by_user(record.update.rule) and record.kept is None:
-            row, limits = self.second.take(self._of_target(record.index), target), _Limits(True, True, self.eps, target)
-            self._compare(record.index, self._of_target(record.index), record.target_row, row, limits, target, None)
+        limits = Limits(*self.drift, self.floor, "drifting output") if record.drifts else Limits(*_steady(out), 0.0, "output")
+        self._compare(record.index, record.row, row, limits, out, target)
+        if users and record.kept is None:
+            row, limits = self.second.take(self.count + record.index, target), Limits(*self.drift, 0.0, "target")
+            self._compare(self.count + record.index, record.target_row, row, limits, target, None)
 
-    def _alike(self, record: Any, row: list[float]) -> bool:
-        """Whether nobody needs to look closer."""
+    def _near(self, record: Any, row: list[float]) -> bool:
+        """Whether nobody needs to look closer, as far as four projections tell the size of the output."""
         first = record.row
-        if first is None or first[PROJECTIONS:] != row[PROJECTIONS:]:
-            return False
-        return first == row or (record.drifts and _apart(first, row) <= DRIFT[self.eps < 1e-10][0] / 16 * _norm(first))
+        if first == row or first is None or not record.drifts or first[PROJECTIONS:] != row[PROJECTIONS:]:
+            return first == row
+        return _apart(first, row) <= self.drift[0] / 16 * _norm(first)
 
-    def _of_target(self, index: int) -> int:
-        """The row of the target of an update."""
-        return len(self.program.updates) + index
-
-    def _compare(self, index: int, at: int, first: Any, second: Any, limits: _Limits, out: Any, target: Any) -> None:
-        if first is not None and second is not None:
-            self._compare_now(index, first, second, limits, out, target)
-        task = _task()
-        if task in self._tables and not all(t.is_cpu for t in tensors(out)):
-            self._wanted.setdefault(task, {})[at] = limits
-
-    def _compare_now(self, index: int, first: list[float], second: list[float], limits: _Limits, out: Any, target: Any) -> None:
-        if first == second:
-            return
-        if first[PROJECTIONS:] != second[PROJECTIONS:]:
-            if self.has_nan:
-                return
-            far = math.inf
-        else:
-            apart = _apart(first, second)
-            far = apart / (_norm(first) or 1.0)
-            if far <= limits.warn / 16:  # the size of the output as four projections tell it, which may be several times off
-                return
-            size = squares(out)
-            floor = limits.floor**2 * (squares(target) if target is not None else 0.0)
-            far = apart / math.sqrt(size + floor) if size + floor else math.inf
-        if far > limits.warn:
-            self.report(index, far, limits)
+    def _compare(self, at: int, first: Any, second: Any, limits: Limits, out: Any, target: Any) -> None:
+        if first is not None and second is not None and first != second:
+            far, same_kind = math.inf, first[PROJECTIONS:] == second[PROJECTIONS:]
+            if same_kind:
+                size = squares(out) + (limits.floor**2 * squares(target) if limits.floor else 0.0)
+                far = _apart(first, second) / math.sqrt(size) if size else math.inf
+            if far > limits.warn and (same_kind or not self.has_nan):
+                self.report(at, far, limits)
+        if not all(t.is_cpu for t in tensors(out)):
+            self._again()[1][at] = limits
 
     def _end(self, task: int) -> None:
-        table, wanted = self._tables.pop(task), self._wanted.pop(task, {})
+        table, wanted = self.tables.pop(task)
         if wanted:
-            case = _Case(self, self._table, table, wanted)
+            case = _Case(self, table, wanted)
             with _LOCK:
                 _WAITING.append(case)
 
-    def report(self, index: int, far: float, limits: _Limits, late: bool = False) -> None:
+    def report(self, at: int, far: float, limits: Limits, late: bool = False) -> None:
         """An error, or one warning per program."""
-        where = errors.at(index, self.program.updates[index])
-        serious = far > limits.error
-        if limits.of_target:
+        index = at % self.count
+        where, serious = errors.at(index, self.program.updates[index]), far > limits.error
+        if limits.what == "target":
             error = errors.wrong_undo(where, far, late)
-        elif serious or not limits.drifts:
-            error = errors.other_value(where, far, limits.drifts, late)
+        elif serious:
+            error = errors.other_value(where, far, limits.what == "drifting output", late)
         else:
             error = errors.drifted(where, far)
         if serious and self.verify == "error":
@@ -147,34 +133,20 @@ class Verification:
             warnings.warn(str(error), stacklevel=2)
 
 
-class _Limits:
-    """How far the sketches of an update may be apart."""
-
-    __slots__ = ("drifts", "error", "floor", "of_target", "warn")
-
-    def __init__(self, of_target: bool, drifts: bool, eps: float, out: Any):
-        self.of_target, self.drifts = of_target, drifts
-        self.floor = 0.0
-        if drifts:
-            self.warn, self.error = DRIFT[eps < 1e-10]
-            self.floor = 0.0 if of_target else FLOOR * min(eps, torch.finfo(torch.float32).eps)
-        else:
-            self.warn = self.error = _steady(out)
-
-
-def _steady(out: Any) -> float:
+def _steady(out: Any) -> tuple[float, float]:
     """Where inputs are the same to the bit: what the order of atomic additions may do to an output. On a CPU there are none."""
     found = [t for t in tensors(out) if t.is_floating_point() or t.is_complex()]
     eps = max((torch.finfo(t.dtype).eps for t in found), default=0.0)
-    return max(1e-3, 4 * eps) if any(not t.is_cpu for t in found) else min(1e-3, math.sqrt(eps))
+    limit = max(1e-3, 4 * eps) if any(not t.is_cpu for t in found) else min(1e-3, math.sqrt(eps))
+    return limit, limit
 
 
 def _apart(first: Sequence[float], second: Sequence[float]) -> float:
-    return math.dist(first[:PROJECTIONS], second[:PROJECTIONS]) / _ROOT
+    return math.dist(first[:PROJECTIONS], second[:PROJECTIONS]) / math.sqrt(PROJECTIONS)
 
 
 def _norm(row: Sequence[float]) -> float:
-    return math.hypot(*row[:PROJECTIONS]) / _ROOT
+    return math.hypot(*row[:PROJECTIONS]) / math.sqrt(PROJECTIONS)
 
 
 # -- on devices --------------------------------------------------------------------------------------------------------
@@ -193,15 +165,11 @@ def settle(program: Any) -> None:
 class _Case:
     """The tables of a forward pass and of a backward pass, on their way to the host."""
 
-    def __init__(self, of: Verification, first: Table, second: Table, wanted: dict[int, _Limits]):
+    def __init__(self, of: Verification, again: Table, wanted: dict[int, Limits]):
         self.of, self.wanted = of, wanted
-        self.tables: list[tuple[Tensor, Tensor]] = []
-        self.events: list[Any] = []
-        for device, table in second.on.items():
-            if device in first.on:
-                self.tables.append((_to_host(first.on[device]), _to_host(table)))
-                if device.type == "cuda":
-                    self.events.append(torch.cuda.current_stream(device).record_event())
+        devices = [device for device in again.on if device in of.table.on]
+        self.tables = [(_to_host(of.table.on[device]), _to_host(again.on[device])) for device in devices]
+        self.events = [torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"]
 
     def arrived(self) -> bool:
         return all(event.query() for event in self.events)
@@ -212,22 +180,20 @@ class _Case:
             event.synchronize()
         pairs = [(first.tolist(), second.tolist()) for first, second in self.tables]
         has_nan = self.of.has_nan or any(row[-1] for first, _ in pairs for row in first)
-        found, count = [], len(self.of.program.updates)
-        for index in sorted(self.wanted, key=lambda i: (-(i % count), i)):
-            limits = self.wanted[index]
-            far = max((_far(first[index], second[index], limits.floor) for first, second in pairs), default=0.0)
+        found = []
+        for at in sorted(self.wanted, key=lambda at: (-(at % self.of.count), at)):
+            limits = self.wanted[at]
+            far = max((_far(first[at], second[at], limits.floor) for first, second in pairs), default=0.0)
             if far > limits.warn and not (has_nan and math.isinf(far)):
-                found.append((index % count, far, limits))
-        serious = (one for one in found if one[1] > one[2].error)
+                found.append((at, far, limits))
         if found:
-            self.of.report(*next(serious, found[0]), late=True)
+            self.of.report(*next((one for one in found if one[1] > one[2].error), found[0]), late=True)
 
 
 def _far(first: list[float], second: list[float], floor: float) -> float:
     if first[TARGET + 1 :] != second[TARGET + 1 :]:
         return math.inf
-    apart = _apart(first, second)
-    scale = math.sqrt(first[SQUARES] + floor**2 * first[TARGET])
+    apart, scale = _apart(first, second), math.sqrt(first[SQUARES] + floor**2 * first[TARGET])
     return apart / scale if scale else math.inf if apart else 0.0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .module_state import version_of
+from .parts import version_of
 from .streams import tensors
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from .errors import ProgramError
-from .module_state import Around
+from .parts import Around
 from .rules import Add, Arguments, Invertible, Momentum, Rule
 from .streams import each
 from .update import Update

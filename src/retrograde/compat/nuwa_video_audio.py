@@ -110,6 +110,6 @@ def _run(
         if side["context"] is None and "context" in block.takes[0]:
             raise ProgramError(f"block {i}, a {type(block).__name__}, needs a context. Pass context=…")
         updates += block.wiring(block.f, block.g, block.j, block.k, takes=block.takes)
-    streams = dict(zip(STREAMS, first, strict=True))
+    streams: dict[str, Any] = dict(zip(STREAMS, first, strict=True))
     out = run(updates, streams, side, memory=memory, arithmetic=arithmetic, verify=verify)
     return [out[name] for name in STREAMS]
