@@ -9,7 +9,8 @@ import torch
 from support import WIDTH, assert_same, draw, gradients, loss_of, mlps, rg
 from torch import nn
 
-from retrograde import engine, forms, purse
+from retrograde import forms, purse
+from retrograde import memory as policies
 from retrograde.bench.meter import LiveBytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own
@@ -167,7 +168,7 @@ def test_auto_takes_what_is_free(monkeypatch):
     assert_same(gradients(lambda: net(x), wanted), true)
     assert limits[-1] > 1 << 20
     for free in (90_000, 200_000):  # the least that was seen stays
-        monkeypatch.setattr(engine, "free_bytes", lambda *_, free=free: free)
+        monkeypatch.setattr(policies, "free_bytes", lambda *_, free=free: free)
         assert_same(gradients(lambda: net(x), wanted), true)
         assert limits[-1] == 90_000
 
@@ -176,10 +177,10 @@ def test_auto_leaves_room_for_gradients():
     net = net_of(4)
     x = draw(2, WIDTH)
     program = net._program_for({})
-    before = purse.free_bytes(program, [x])
+    before = policies.free_bytes(program, [x])
     big = nn.Linear(8192, 8192)
     other = rg.Reversible([rg.Update("a", big, "b")]).program
-    assert purse.free_bytes(other, [x]) < before - big.weight.nbytes // 2
+    assert policies.free_bytes(other, [x]) < before - big.weight.nbytes // 2
 
 
 def test_other_words_are_refused():
@@ -246,7 +247,7 @@ def test_a_program_inside_of_a_lean_function_runs_in_its_own_form(memory):
 def test_a_program_that_is_run_again_does_not_change_its_plan(limit, monkeypatch):
     """The inner program learns and the free memory shrinks while the outer one runs it again."""
     free = iter([*[1 << 40] * 10, *[1 << 39] * 10])  # less in the third pass, when the inner one is run again
-    monkeypatch.setattr(engine, "free_bytes", lambda *_: next(free))
+    monkeypatch.setattr(policies, "free_bytes", lambda *_: next(free))
     inner = Inner(memory=rg.Budget(limit))
     same_as_store(rg.ReversibleSequence([(inner, Chain()), (Chain(), inner)]), draw(5, WIDTH))
 
@@ -324,7 +325,7 @@ def test_no_more_is_kept_than_some_sizes():
 def test_auto_is_not_held_to_what_was_too_little(monkeypatch):
     net = net_of(1, memory=rg.Budget("auto"))
     x = draw()
-    monkeypatch.setattr(engine, "free_bytes", lambda *_: 1)
+    monkeypatch.setattr(policies, "free_bytes", lambda *_: 1)
     with pytest.raises(rg.ProgramError, match="too small"):
         net(x)
     monkeypatch.undo()

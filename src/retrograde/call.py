@@ -13,7 +13,7 @@ from . import errors, fused
 from .exact import Exact, Note, read
 from .replay import replaying
 from .rules import Add, Inverted
-from .sketch import Sketches
+from .sketch import Table, take
 from .streams import flatten, tensors
 from .update import Update
 
@@ -95,18 +95,18 @@ def _by_rule(index: int, update: Update, step: Callable[[Any, Any], Any], target
 
 
 def put_on(
-    index: int, update: Update, target: Any, out: Any, sketches: Sketches | None, *, back: bool = False, known: Any = None
+    index: int, update: Update, target: Any, out: Any, table: Callable[[], Table] | None, *, back: bool = False, known: Any = None
 ) -> tuple[Any, list[float] | None]:
     """The target as its rule changes it, or changes it `back`; and the sketch of `out` (sketch.py).
 
     `known`: what the target was before, where the change cannot be undone.
     """
     rule, row = update.rule, None
-    if sketches is not None:
+    if table is not None:
         sign = 0 if known is not None else _sign(rule, back)
-        if sign and (made := _fused(index, target, out, sign, sketches)) is not None:
+        if sign and (made := _fused(index, target, out, sign, table)) is not None:
             return made, None
-        row = sketches.take(index, out)
+        row = take(index, out, table)
     if known is not None:
         return known, row
     return (undo(index, update, target, out) if back else rule.apply(target, out)), row
@@ -118,16 +118,14 @@ def _sign(rule: Any, back: bool) -> int:
     return 0 if type(inner) is not Add else -1 if back is (rule is inner) else 1
 
 
-def _fused(index: int, target: Any, out: Any, sign: int, sketches: Sketches) -> Any:
+def _fused(index: int, target: Any, out: Any, sign: int, table: Callable[[], Table]) -> Any:
     """The addition and the sketch in one CUDA kernel, or None where there is none."""
     if isinstance(target, Exact) and target.on_cuda:
-        table = sketches.table()
-        table.start(index, {t.device for t in target.made})
-        return target.plus(out, sign, Note(table, index))
+        table().start(index, {t.device for t in target.made})
+        return target.plus(out, sign, Note(table(), index))
     if isinstance(target, Tensor) and isinstance(out, Tensor) and target.is_cuda and fused.addable(target, out):
-        table = sketches.table()
-        table.start(index, (target.device,))
-        return fused.add(target, out, sign, 0, table.row(index, target.device))
+        table().start(index, (target.device,))
+        return fused.add(target, out, sign, 0, table().row(index, target.device))
     return None
 
 

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from . import errors
 from .call import Streams
 from .capture import capturing
+from .generators import Draws, generators
 from .module_state import ModuleState
 from .parts import Held
-from .replay import Draws, generators, modes
+from .replay import modes
 from .streams import tensors
 from .update import Program
 from .verify import Verification

@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from . import call as calls
 from .errors import NotRepeated, ProgramError, RetrogradeError, at
 from .exact import read
+from .generators import Draws, generators
 from .lines import Line, Tracer, parting, totals
 from .modules import Net, Reversible
 from .parts import modules_of
 from .plain import Plain, put_back_python, python_states
-from .replay import Draws, generators, replaying
+from .replay import replaying
 from .rules import Add, Affine, Inverted, Momentum
 from .streams import tensors
 from .update import Update

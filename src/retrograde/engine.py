@@ -20,7 +20,7 @@ from .exact import Exact, carried, read
 from .forms import looks, two_forms, use_lean
 from .ledger import Ledger
 from .parts import Held
-from .purse import Learned, Purse, free_bytes
+from .purse import Learned, Purse
 from .recover import Run
 from .step_in_backward import refuse_ddp
 from .streams import dense, each, tensors
@@ -233,7 +233,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     while len(program.learned) > _SIZES:
         program.learned.pop(next(iter(program.learned)), None)
     if isinstance(limit, str):
-        free = free_bytes(program, streams)
+        free = policies.free_bytes(program, streams)
         if learned.free is None or free < learned.free:  # what fitted may not fit now
             program.learned[key] = learned = Learned(free)
         limit = learned.free or free

@@ -14,7 +14,8 @@ from .context import Context
 from .forms import use_lean
 from .parts import version_of
 from .record import Record, check_captured, difference_of, look, packer, reader, version
-from .replay import begin_again, end_again
+from .replay import recomputing
+from .sketch import take
 from .streams import tensors
 from .walks import Walk
 
@@ -41,10 +42,9 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
     swap = record.modules.put_in(record)
     store: list[Any] = []
     difference: str | None = None
-    around = begin_again(context.modes)
     form = use_lean(record.lean)
     drawn_before, drawn_after = record.drawn
-    try:
+    with recomputing(context.modes):
         present = context.draws.again(drawn_before)
         try:
             sources = record.sources_again(walk.state)
@@ -58,9 +58,7 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
             swap.undo()
             values = list(store)
             store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
-    finally:
-        use_lean(form)
-        end_again(context.modes, around)
+            use_lean(form)
     now = list(map(look, values))
     if now != record.meta:
         difference = difference or difference_of(record.meta, now)
@@ -81,7 +79,7 @@ def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap:
     Returns the sketch of what fn returned, that itself, and the target as it was before the update.
     """
     state, index, update, rule = walk.state, record.index, record.update, record.update.rule
-    sketches = None if context.verification is None else context.verification.second
+    table = None if context.verification is None else context.verification.second
     given = None if record.given is None else DrawnAgain(record.given, record.where)
     out = call(index, update, state, sources, walk.side, given)
     target = state.get(update.target)
@@ -90,14 +88,14 @@ def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap:
             raise errors.other_path(record.where, why)
         apart = swap.apart() if rule.saves and swap.out else None  # what undo does to buffers, apply must not see
         _set_grad(False)
-        target, row = put_on(index, update, target, out, sketches, back=True, known=record.kept)
-        _set_grad(True)  # after an error, `end_again` sees to it
+        target, row = put_on(index, update, target, out, table, back=True, known=record.kept)
+        _set_grad(True)  # after an error, `recomputing` sees to it
         if apart is not None:
             apart.undo()
         state[update.target] = target
         walk.at, walk.versions = record.number, None
     else:
-        row = None if sketches is None else sketches.take(index, out)
+        row = None if table is None else take(index, out, table)
     if rule.saves:
         observe(index, update, [*sources, target], out)
         apply(index, update, record.target_again(target), out)

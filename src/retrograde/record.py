@@ -15,8 +15,8 @@ from .exact import read
 from .keep import source
 from .module_state import ModuleState
 from .parts import home_of
-from .replay import untraced
 from .streams import each, flatten, tensors, unflatten, with_strides
+from .trace_check import untraced
 from .update import Update
 
 

@@ -43,7 +43,7 @@ from .parts import version_of
 from .purse import Purse
 from .recompute import recompute, versions_of
 from .record import Record, describe, packer
-from .sketch import PROJECTIONS, usable
+from .sketch import PROJECTIONS, take, usable
 from .streams import detached, each, flatten, tensors, unflatten
 from .update import Update
 from .walks import Walk, enrol, retire
@@ -131,11 +131,11 @@ class Run:
                 applied = each(self.keep({**kept, update.target: target}), applied)
             else:
                 out = each(self.keep(kept), out)
-        sketches = None if verification is None else verification.first
+        table = None if verification is None else verification.first
         if rule.saves:
-            state[update.target], row = applied, sketches and sketches.take(index, out)
+            state[update.target], row = applied, table and take(index, out, table)
         else:
-            state[update.target], row = put_on(index, update, target, out, sketches)
+            state[update.target], row = put_on(index, update, target, out, table)
         if verification is not None:
             verification.note(record, row, target)
         if not self.keeps_sources and self.spoilt(record, target, out, state[update.target]):

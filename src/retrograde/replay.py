@@ -1,11 +1,10 @@
-"""What a recomputation must find as the first run did: random numbers, autocast, attention backends, no transform around."""
+"""What a recomputation must find as the first run did: autocast, attention backends, no transform around."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,6 +14,9 @@ import torch
 _autocast_cache, _set_autocast_cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _grad, _set_grad = torch.is_grad_enabled, torch._C._set_grad_enabled
 _has_key, _transformed = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._are_functorch_transforms_active
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class _Local(threading.local):
@@ -29,133 +31,22 @@ def replaying() -> bool:
     return _LOCAL.depth > 0
 
 
-def begin_again(then: list[Any]) -> tuple[Any, ...]:
-    """From here on fn is recomputed: `replaying()` is true, grad is on, modes are as then, and no transform is around."""
-    stack = None
-    if _has_key(_VMAP) or _transformed():
-        stack = contextlib.ExitStack()
-        stack.enter_context(_outside_vmap())
-    now = modes()
-    if now != then:
+@contextlib.contextmanager
+def recomputing(then: list[Any]) -> Iterator[None]:
+    """Inside, `replaying()` is true, grad is on, modes are as then, and no transform is around."""
+    with _outside_vmap() if _has_key(_VMAP) or _transformed() else _NOTHING:
+        now, caching, grad = modes(), _autocast_cache(), _grad()
         _switch(now, then)
-    around = now, _autocast_cache(), _grad(), stack
-    _set_autocast_cache(False)  # as in the forward pass
-    _set_grad(True)
-    _LOCAL.depth += 1
-    return around
-
-
-def end_again(then: list[Any], around: tuple[Any, ...]) -> None:
-    """All that as it was before."""
-    now, caching, grad, stack = around
-    _LOCAL.depth -= 1
-    _set_grad(grad)
-    _set_autocast_cache(caching)
-    if now != then:
-        _switch(then, now)
-    if stack is not None:
-        stack.close()
-
-
-def untraced(make: Callable[..., Any]) -> Callable[..., Any]:
-    """For a function that makes hooks: torch.compile leaves them alone, though they are called from inside compiled functions."""
-    compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
-    skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
-    for code in make.__code__.co_consts:
-        if isinstance(code, types.CodeType):
-            compiler.set_code_exec_strategy(code, skip)
-    return make
-
-
-# -- random numbers ----------------------------------------------------------------------------------------------------
-
-
-def _mark(generator: torch.Generator) -> Any:
-    """The state of a generator."""
-    if generator.device.type == "cuda":
-        return generator.initial_seed(), generator.get_offset()
-    return generator.get_state()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b or isinstance(a, tuple):
-        return a is b or a == b
-    if not torch._C._len_torch_dispatch_stack():
-        return torch.equal(a, b)
-    with torch._C._DisableTorchDispatch():  # they have values, also where a mode makes tensors that have none
-        return torch.equal(a, b)
-
-
-def _set(generator: torch.Generator, mark: Any) -> None:
-    if isinstance(mark, tuple):
-        generator.manual_seed(mark[0]).set_offset(mark[1])
-    else:
-        generator.set_state(mark)
-
-
-@functools.cache
-def _has_mps() -> bool:
-    return torch.backends.mps.is_available()
-
-
-def generators(side: list[Any]) -> list[torch.Generator]:
-    """Those of the CPU and of every device in use, and those given as side inputs."""
-    found = [torch.default_generator]
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind)
-        if module.is_initialized():
-            found += module.default_generators
-    if _has_mps():
-        found.append(torch.mps._get_default_mps_generator())
-    return found + [g for g in side if isinstance(g, torch.Generator)]
-
-
-class Draws:
-    """Follows the generators through a run. Between fns that draw nothing, one and the same list of states is kept for all."""
-
-    def __init__(self, found: list[torch.Generator]):
-        self.generators = found
-        self.start = self.marks = [_mark(g) for g in found]
-
-    def follow(self, found: list[torch.Generator]) -> None:
-        """Further generators, which fn turns out to hold. Lists of states from before are shorter."""
-        new = [g for g in found if all(g is not one for one in self.generators)]
-        if new:
-            marks = [_mark(g) for g in new]
-            self.generators, self.start, self.marks = self.generators + new, self.start + marks, self.marks + marks
-
-    def since(self) -> tuple[list[Any], list[Any]]:
-        """The states before and after what ran since the last call."""
-        before = self.marks
-        self.marks = self._now(before)
-        return before, self.marks
-
-    def _now(self, like: list[Any]) -> list[Any]:
-        """The present states; the same list if they are those."""
-        now = [_mark(g) for g, _ in zip(self.generators, like, strict=False)]
-        return like if all(map(_equal, now, like)) else now
-
-    def put_back(self, marks: list[Any] | None = None) -> None:
-        """After an exception: the states from before the run, or those."""
-        for generator, mark in zip(self.generators, self.start if marks is None else marks, strict=False):
-            _set(generator, mark)
-
-    def again(self, before: list[Any]) -> list[Any]:
-        """Have fn draw the same numbers as from these states on; returns the present states, for `settle`."""
-        present = self._now(before)
-        if present is not before:
-            self.put_back(before)
-        return present
-
-    def settle(self, after: list[Any], present: list[Any]) -> str | None:
-        """After fn: the states as they were before `again`. What was drawn otherwise than in the first run, or None."""
-        now = self._now(after)
-        if now is not present and not all(map(_equal, now, present)):
-            self.put_back(present)
-        if now is after:
-            return None
-        other = next(g for g, a, b in zip(self.generators, after, now, strict=False) if not _equal(a, b))
-        return f"it drew other random numbers on {other.device}"
+        _set_autocast_cache(False)  # as in the forward pass
+        _set_grad(True)
+        _LOCAL.depth += 1
+        try:
+            yield
+        finally:
+            _LOCAL.depth -= 1
+            _set_grad(grad)
+            _set_autocast_cache(caching)
+            _switch(then, now)
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------
@@ -177,20 +68,16 @@ def _modes() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     return found
 
 
-@functools.cache
-def _getters() -> list[Callable[[], Any]]:
-    return [get for get, _ in _modes()]
-
-
 def modes() -> list[Any]:
     """All of them as they are now."""
-    return [get() for get in _getters()]
+    return [get() for get, _ in _modes()]
 
 
 def _switch(now: list[Any], to: list[Any]) -> None:
-    for (_, put), old, new in zip(_modes(), now, to, strict=True):
-        if old != new:
-            put(new)
+    if now != to:
+        for (_, put), old, new in zip(_modes(), now, to, strict=True):
+            if old != new:
+                put(new)
 
 
 # -- transforms --------------------------------------------------------------------------------------------------------

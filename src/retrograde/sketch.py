@@ -71,36 +71,30 @@ class Table:
             self.row(index, t.device).add_(_masked(t, number))
 
 
-class Sketches:
-    """Takes sketches. `table` returns the one for what is not on a CPU."""
-
-    def __init__(self, table: Callable[[], Table]):
-        self.table = table
-
-    def take(self, index: int, value: Any) -> list[float] | None:
-        """The row of all leaves of `value` that are on a CPU; what is on other devices goes into the table."""
-        if not torch._C._is_any_autocast_enabled():
-            return self._take(index, value)
-        with contextlib.ExitStack() as stack:  # it would take the products in 16 bits
+def take(index: int, value: Any, table: Callable[[], Table]) -> list[float] | None:
+    """The row of all leaves of `value` that are on a CPU; what is on other devices goes into the table."""
+    if torch._C._is_any_autocast_enabled():  # it would take the products in 16 bits
+        with contextlib.ExitStack() as stack:
             for kind in {t.device.type for t in tensors(value)}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            return self._take(index, value)
+            return _take(index, value, table)
+    return _take(index, value, table)
 
-    def _take(self, index: int, value: Any) -> list[float] | None:
-        if type(value) is Tensor and value.is_cpu:  # as a rule
-            return _on_cpu(value.detach(), 0) if value.numel() and usable(value) else None
-        row, leaves = None, list(enumerate(tensors(value)))
-        for number, t in leaves:
-            if t.is_cpu and t.numel() and usable(t):
-                found = _on_cpu(t.detach(), number)
-                row = found if row is None else [a + b for a, b in zip(row, found, strict=True)]
-        others = [(number, t) for number, t in leaves if not t.is_cpu]
-        if others:
-            table = self.table()
-            table.start(index, {t.device for _, t in others})
-            for number, t in others:
-                table.leaf(index, number, t.detach())
-        return row
+
+def _take(index: int, value: Any, table: Callable[[], Table]) -> list[float] | None:
+    if type(value) is Tensor and value.is_cpu:  # as a rule
+        return _on_cpu(value.detach(), 0) if value.numel() and usable(value) else None
+    row, leaves = None, list(enumerate(tensors(value)))
+    for number, t in leaves:
+        if t.is_cpu and t.numel() and usable(t):
+            found = _on_cpu(t.detach(), number)
+            row = found if row is None else [a + b for a, b in zip(row, found, strict=True)]
+    others = [(number, t) for number, t in leaves if not t.is_cpu]
+    if others:
+        table().start(index, {t.device for _, t in others})
+        for number, t in others:
+            table().leaf(index, number, t.detach())
+    return row
 
 
 def squares(value: Any) -> float:

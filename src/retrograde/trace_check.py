@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -32,6 +33,16 @@ def at_trace_time(fn: F) -> F:
     """The function runs as it is while its caller is traced; its arguments and its result are constants there."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does
     return fn
+
+
+def untraced(make: Callable[..., Any]) -> Callable[..., Any]:
+    """For a function that makes hooks: torch.compile leaves them alone, though they are called from inside compiled functions."""
+    compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
+    for code in make.__code__.co_consts:
+        if isinstance(code, types.CodeType):
+            compiler.set_code_exec_strategy(code, skip)
+    return make
 
 
 _NAMED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import errors
 from .rules import by_user
-from .sketch import PROJECTIONS, SQUARES, TARGET, Sketches, Table, squares
+from .sketch import PROJECTIONS, SQUARES, TARGET, Table, squares, take
 from .streams import tensors
 
 NAMES = ("error", "warn", "off")
@@ -61,7 +61,12 @@ class Verification:
         self.has_nan = False  # in the output of some fn: gradients are NaN as well, and there is nothing to report
         self.table = Table(2 * self.count)  # as many rows again for the targets of rules of users
         self.tables: dict[int, tuple[Table, dict[int, Limits]]] = {}  # of recomputations, by graph task
-        self.first, self.second = Sketches(lambda: self.table), Sketches(lambda: self._again()[0])
+
+    def first(self) -> Table:
+        return self.table
+
+    def second(self) -> Table:
+        return self._again()[0]
 
     def _again(self) -> tuple[Table, dict[int, Limits]]:
         """What the graph task that is running recomputes: the table, and the rows to compare."""
@@ -78,7 +83,7 @@ class Verification:
         record.row = row
         self.has_nan = self.has_nan or (row is not None and row[-1] > 0)
         if by_user(record.update.rule):
-            record.target_row = self.first.take(self.count + record.index, target)
+            record.target_row = take(self.count + record.index, target, self.first)
 
     def compare(self, record: Any, row: list[float] | None, out: Any, target: Any) -> None:
         """The same of a recomputation, where `target` is what undo made of it."""
@@ -88,7 +93,7 @@ class Verification:
         limits = Limits(*self.drift, self.floor, "drifting output") if record.drifts else Limits(*_steady(out), 0.0, "output")
         self._compare(record.index, record.row, row, limits, out, target)
         if users and record.kept is None:
-            row, limits = self.second.take(self.count + record.index, target), Limits(*self.drift, 0.0, "target")
+            row, limits = take(self.count + record.index, target, self.second), Limits(*self.drift, 0.0, "target")
             self._compare(self.count + record.index, record.target_row, row, limits, target, None)
 
     def _near(self, record: Any, row: list[float]) -> bool:

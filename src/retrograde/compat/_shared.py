@@ -10,8 +10,8 @@ from torch import nn
 
 from ..engine import invert, run
 from ..errors import ProgramError
+from ..generators import Draws, generators
 from ..modules import checked_pair, halves, joined, refuse_hooks
-from ..replay import Draws, generators
 from ..update import ALL, Update
 from ..wirings import pair
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ProgramError
+from ..generators import Draws, generators
 from ..modules import Net, refuse_hooks
-from ..replay import Draws, generators
 from ..rules import Add, Affine, Rule
 from ..update import Update
 from ..wirings import invertible, pair
