@@ -1,0 +1,109 @@
+"""What cannot be seen, as docs/guarantees.md says: if one of these tests fails, the page promises too little."""
+
+import pytest
+import torch
+from support import REPLAYED, WIDTH, draw, loss_of, mlps, rg
+from torch import nn
+
+every_replayed = pytest.mark.parametrize("memory", REPLAYED)
+
+
+def error_of(fns, memory, change, arithmetic="float"):
+    """Of all gradients together, where `change` comes between the forward pass and backward."""
+    found = []
+    for policy in (memory, "store"):
+        torch.manual_seed(0)
+        net = rg.Reversible(rg.wirings.leapfrog(fns()), memory=policy, arithmetic=arithmetic)
+        loss = loss_of(net({"a": draw(), "b": draw()}))
+        change(net)
+        found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))]))
+    return float((found[0] - found[1]).norm() / found[1].norm())
+
+
+class StraightThrough(nn.Module):
+    """Its gradient depends on a plain attribute, and its output does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.slope = nn.Linear(WIDTH, WIDTH).double(), 1.0
+
+    def forward(self, x):
+        y = (self.linear(x) * self.slope).tanh()
+        return y.detach().sign() + y - y.detach()
+
+
+def steeper(net):
+    net.fns[1].slope = 2.0
+
+
+@every_replayed
+def test_a_gradient_that_the_output_does_not_show(memory):
+    assert error_of(lambda: [StraightThrough() for _ in range(4)], memory, steeper) > 1e-2
+
+
+class Slightly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.slope = nn.Linear(WIDTH, WIDTH).double(), 1.0
+
+    def forward(self, x):
+        return (self.linear(x) * self.slope).tanh()
+
+
+def slightly_steeper(net):
+    net.fns[1].slope += 1e-6
+
+
+def test_differences_below_the_thresholds():
+    """In floating point a recomputation may differ by what drift may make of it."""
+    assert 0 < error_of(lambda: [Slightly() for _ in range(4)], "reverse", slightly_steeper) < 1e-4
+    with pytest.raises(rg.ReplayError):
+        error_of(lambda: [Slightly() for _ in range(4)], "reverse", slightly_steeper, "exact")
+
+
+class Own(torch.Tensor):
+    pass
+
+
+class Wraps(Slightly):
+    def forward(self, x):
+        return super().forward(x).as_subclass(Own)
+
+
+@every_replayed
+def test_outputs_of_a_tensor_subclass(memory):
+    assert error_of(lambda: [Wraps() for _ in range(4)], memory, lambda net: setattr(net.fns[1], "slope", 2.0)) > 1e-2
+
+
+NORM = nn.BatchNorm1d(WIDTH).double()
+
+
+class CallsAGlobal(nn.Module):
+    def forward(self, x):
+        return NORM(x).tanh()
+
+
+@every_replayed
+def test_statistics_of_a_module_that_a_module_finds_in_a_global(memory):
+    """Gradients are right; the statistics move twice. (A plain function may call what it likes.)"""
+    moved = []
+    for policy in (memory, "store"):
+        NORM.reset_running_stats()
+        out = rg.run(rg.wirings.leapfrog([CallsAGlobal(), *mlps(1)]), {"a": draw(), "b": draw()}, memory=policy)
+        loss_of(out).backward()
+        moved.append(int(NORM.num_batches_tracked))
+    assert moved == [2, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_whole_trace_is_not_verified():
+    def step(memory):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        net = rg.ReversibleSequence([tuple(mlps(2)) for _ in range(2)], memory=memory)
+        loss = loss_of(torch.compile(net, fullgraph=True, backend="eager")(draw()))
+        net.blocks[0].f[1].weight.data.mul_(2)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+
+    found, true = step("reverse"), step("store")
+    assert float((found - true).norm() / true.norm()) > 1e-2
