@@ -233,7 +233,7 @@ class Freed(ReplayError):
 
 def stuck(where: str) -> ReplayError:
     return ReplayError(
-        "another thread has been inside a second run for minutes, perhaps waiting for this one: a fn that calls autograd itself, "
+        "another thread has been recomputing for minutes, perhaps waiting for this one: a fn that calls autograd itself, "
         "on several devices. Use memory='store' for that program",
         where,
     )
