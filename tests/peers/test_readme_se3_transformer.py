@@ -107,7 +107,7 @@ def assert_example_trains(original, ours, inputs, given, reversible=False):
     def loss_of_step(model):
         return loss_of(model(*inputs(), **given())) / COUNT
 
-    assert_trains(original, ours, [loss_of_step] * 2, 1e-8, lr=1e-4, reversible=reversible)
+    assert_trains(original, ours, [loss_of_step] * 2, lr=1e-4, reversible=reversible)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
