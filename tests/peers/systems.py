@@ -299,17 +299,23 @@ def compare_blocks(system: System, name: str, fns: list, inputs: tuple, **side) 
     assert_same_keys(*blocks)
 
 
-def hosts(where: Any, system: System, make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """The same model of the package twice, as it is and with our class in place of its own; the weights are loaded strictly."""
+CLASSES = ("ReversibleSequence", "SequentialSequence", "DualModalityReversibleSequence")
+
+
+def hosts(where: Any, systems: System | tuple[System, ...], make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """The same model of the package twice, as it is and with our classes in place of its own; the weights are loaded strictly."""
     original = make()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, system.klass, getattr(system.module("ours"), system.klass))
-        ours = make()
-    assert type(ours) is type(original)
-    assert any(type(m).__module__.startswith("retrograde.compat") for m in ours.modules())
+        for system in systems if isinstance(systems, tuple) else (systems,):
+            ours = system.module("ours")
+            for name in set(CLASSES) & set(vars(ours)):
+                patch.setattr(where, name, getattr(ours, name))
+        model = make()
+    assert type(model) is type(original)
+    assert any(type(m).__module__.startswith("retrograde.compat") for m in model.modules())
     assert not any(type(m).__module__.startswith("retrograde") for m in original.modules())
-    ours.load_state_dict(original.state_dict(), strict=True)
-    return original, ours
+    model.load_state_dict(original.state_dict(), strict=True)
+    return original, model
 
 
 def compare_hosts(original: nn.Module, ours: nn.Module, inputs: tuple, tolerance: float = 1e-9, **given) -> None:

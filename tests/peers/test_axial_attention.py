@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from support import WIDTH, assert_same, draw, mlp
+from support import WIDTH, assert_same, draw, loss_of, mlp
+from torch import nn
 
 from .systems import (
     DEPTHS,
@@ -23,6 +24,7 @@ from .systems import (
     peer,
     trained,
 )
+from .training import assert_trains
 
 pytestmark = MARKS
 AXIAL = SYSTEMS["axial_attention"]
@@ -110,3 +112,18 @@ def test_image_model_without_grad():
 
 def test_state_dict_of_the_image_model():
     assert_same_keys(*image_models(axial_pos_emb_shape=(4, 3)))
+
+
+# -- the README's example ----------------------------------------------------------------------------------------------
+
+
+def test_image_transformer_of_the_readme():
+    """Behind a convolution of plain images, as there: without it the original would not train."""
+    package = peer("axial_attention.axial_attention")
+
+    def make():
+        transformer = package.AxialImageTransformer(dim=16, depth=3, reversible=True)
+        return nn.Sequential(nn.Conv2d(3, 16, 1), transformer).double()
+
+    losses = [lambda model: loss_of(model(draw(2, 3, 5, 4, grad=False))) / 100] * 3
+    assert_trains(*hosts(package, AXIAL, make), losses)

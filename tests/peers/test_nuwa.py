@@ -21,6 +21,7 @@ from .systems import (
     peer,
     trained,
 )
+from .training import assert_trains
 
 pytestmark = MARKS
 NUWA = SYSTEMS["nuwa"]
@@ -113,3 +114,64 @@ def test_transformer_trains_alike():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_state_dict_of_the_transformer(variant):
     assert_same_keys(*transformers(**VARIANTS[variant]))
+
+
+# -- the README's examples ---------------------------------------------------------------------------------------------
+
+FRAMES, SIZE = 3, 32
+DECODER = {
+    "dim": 32, "max_video_frames": FRAMES, "dec_depth": 4, "dec_heads": 8, "dec_reversible": True, "enc_reversible": True,
+    "attn_dropout": 0.05, "ff_dropout": 0.05, "sparse_3dna_kernel_size": (5, 3, 3), "sparse_3dna_dilation": (1, 2, 4),
+    "shift_video_tokens": True,
+}  # fmt: skip
+TEXT = {"text_num_tokens": 50, "text_enc_depth": 2, "text_enc_heads": 8, "text_max_seq_len": 12}
+SKETCH = {
+    "image_size": SIZE, "sketch_enc_depth": 2, "sketch_enc_heads": 8, "sketch_max_video_frames": 2,
+    "sketch_enc_use_sparse_3dna": True, "cross_2dna_kernel_size": 5, "cross_2dna_dilation": 1,
+}  # fmt: skip
+
+
+def vae(**options):
+    """Without the parts that train it, which need the weights of a VGG from the net."""
+    package = peer("nuwa_pytorch.vqgan_vae")
+    small = {"dim": 16, "num_layers": 4, "image_size": SIZE, "num_conv_blocks": 2, "vq_codebook_size": 16}
+    return package.VQGanVAE(**{**small, "use_vgg_and_gan": False, **options})
+
+
+def dropped_conditions(patch):
+    """Which conditions the models drop (20 % by default): they edit the mask of the text after the encoder has run with it."""
+    package, found = peer("nuwa_pytorch.nuwa_pytorch"), []
+    draw_mask = package.prob_mask_like
+
+    def watched(*args, **options):
+        found.append(draw_mask(*args, **options))
+        return found[-1]
+
+    patch.setattr(package, "prob_mask_like", watched)
+    return found
+
+
+def test_nuwa_of_the_readme(monkeypatch):
+    """The package refuses the README's `image_size` beside a VAE; softmax is in float32, whatever the model is in."""
+    package, dropped = peer("nuwa_pytorch.nuwa_pytorch"), dropped_conditions(monkeypatch)
+    models = hosts(package, NUWA, lambda: package.NUWA(vae=vae(), **DECODER, **TEXT))
+
+    def loss_of_step(model, batch=4):
+        text, video = torch.randint(0, 50, (batch, 12)), torch.randn(batch, FRAMES, 3, SIZE, SIZE)
+        return model(text=text, video=video, return_loss=True)
+
+    assert_trains(*models, [loss_of_step] * 3, 1e-4)
+    assert any(mask.any() and not mask.all() for mask in dropped)
+
+
+def test_nuwa_sketch_of_the_readme(monkeypatch):
+    package, dropped = peer("nuwa_pytorch.nuwa_pytorch"), dropped_conditions(monkeypatch)
+    make = partial(package.NUWASketch, **DECODER, **SKETCH)
+    models = hosts(package, NUWA, lambda: make(vae=vae(), sketch_vae=vae(dim=32, channels=5)))
+
+    def loss_of_step(model):
+        sketch, video = torch.randn(2, 2, 5, SIZE, SIZE), torch.randn(2, FRAMES, 3, SIZE, SIZE)
+        return model(sketch=sketch, sketch_mask=torch.ones(2, 2).bool(), video=video, return_loss=True)
+
+    assert_trains(*models, [loss_of_step] * 3, 1e-4)
+    assert any(mask.any() for mask in dropped)

@@ -21,6 +21,8 @@ from .systems import (
     peer,
     trained,
 )
+from .test_nuwa import DECODER, FRAMES, SIZE, TEXT, dropped_conditions, vae
+from .training import assert_trains
 
 pytestmark = MARKS
 DUAL = SYSTEMS["nuwa_video_audio"]
@@ -110,3 +112,23 @@ def test_decoder_trains_alike():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_state_dict_of_the_decoder(variant):
     assert_same_keys(*decoders(**VARIANTS[variant]))
+
+
+# -- the README's example ----------------------------------------------------------------------------------------------
+
+AUDIO = {"num_audio_tokens": 40, "num_audio_tokens_per_video_frame": 4, "cross_modality_attn_every": 3, "image_size": SIZE}
+
+
+def test_nuwa_video_audio_of_the_readme(monkeypatch):
+    """One film at a time: with more, the package fails on its default `sparse_3dna_rel_pos_bias`."""
+    package, dropped = peer("nuwa_pytorch.nuwa_pytorch"), dropped_conditions(monkeypatch)
+    make = partial(package.NUWAVideoAudio, **AUDIO, **DECODER, **{**TEXT, "text_enc_depth": 1})
+    models = hosts(package, (SYSTEMS["nuwa"], DUAL), lambda: make(vae=vae()))
+
+    def loss_of_step(model):
+        text, audio = torch.randint(0, 50, (1, 12)), torch.randint(0, 40, (1, 4 * FRAMES))
+        return model(text=text, audio=audio, video=torch.randn(1, FRAMES, 3, SIZE, SIZE), return_loss=True)
+
+    assert_trains(*models, [loss_of_step] * 6, 1e-4)
+    assert any(mask.any() for mask in dropped)
+    assert not all(mask.any() for mask in dropped)

@@ -1,6 +1,7 @@
 """RevTorch, MemCNN and revlib beside what stands in their place: the same where they are right, and right where they are not."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -120,6 +121,41 @@ def test_is_invertible_module():
             package.is_invertible_module(good, 3)
         with pytest.raises(NotImplementedError, match="cubic"):
             package.create_coupling(mlp(), coupling="cubic")
+
+
+class Shear(nn.Module):
+    """Returns one of its inputs as it is."""
+
+    def forward(self, a, b):
+        return a + b.sin(), b
+
+    def inverse(self, a, b):
+        return a - b.sin(), b
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        y = x * x
+        return y, y
+
+    def inverse(self, y, z):
+        return torch.max(y.sqrt(), z.sqrt())
+
+
+@pytest.mark.parametrize(
+    "case", [(nn.Identity, (3, 4)), (Shear, ((3, 4), (3, 4))), (Twice, (3, 4))], ids=lambda case: case[0].__name__
+)
+def test_is_invertible_module_warns_of_shared_tensors(case):
+    make, shape = case
+    module = make()
+    if make is nn.Identity:
+        module.inverse = module.forward
+    for package in (peer("memcnn"), memcnn):
+        with pytest.warns(UserWarning, match="same tensor|share the same|that it was given"):
+            assert package.is_invertible_module(module, shape)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert package.is_invertible_module(package.AdditiveCoupling(mlp()), (3, 2 * WIDTH), torch.float64)
 
 
 # -- known faults ------------------------------------------------------------------------------------------------------

@@ -132,7 +132,10 @@ def tokens():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_language_model(variant):
-    compare_hosts(*language_models(**VARIANTS[variant]), tokens())
+    original, ours = language_models(**VARIANTS[variant])
+    if "attn_chunks" in VARIANTS[variant]:  # the original is right without reversal alone, as it caches the last chunk alone
+        original.reformer.layers.reverse_thres = 32
+    compare_hosts(original, ours, tokens())
 
 
 def test_language_model_in_float32():

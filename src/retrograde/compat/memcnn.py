@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states as get_device_states
+from torch.utils.checkpoint import set_device_states as set_device_states
 
 from ..errors import ProgramError
 from ..generators import Draws, generators
@@ -64,6 +67,20 @@ class AffineCoupling(_Coupling):
     """x1 = x1 * s + t with s, t = Fm(x2), then x2 by Gm(x1). An adapter makes such pairs of what Fm and Gm return."""
 
     rule = Affine(log=False)
+
+
+class AdditiveBlock(AdditiveCoupling):
+    """The old name of AdditiveCoupling. By itself it saves memory, as `implementation_fwd` is 1 by default."""
+
+    def __init__(self, Fm: Any, Gm: Any = None, implementation_fwd: int = 1, implementation_bwd: int = 1):
+        super().__init__(Fm, Gm, implementation_fwd, implementation_bwd)
+
+
+class AffineBlock(AffineCoupling):
+    """The old name of AffineCoupling, without an adapter. By itself it saves memory, as `implementation_fwd` is 1 by default."""
+
+    def __init__(self, Fm: Any, Gm: Any = None, implementation_fwd: int = 1, implementation_bwd: int = 1):
+        super().__init__(Fm, Gm, None, implementation_fwd, implementation_bwd)
 
 
 class AffineAdapterNaive(nn.Module):
@@ -222,7 +239,10 @@ def is_invertible_module(
     atol: float = 1e-6,
     random_seed: int = 42,
 ) -> bool:
-    """Whether `inverse` undoes `forward`, and the other way round, on random input of this shape (or of several)."""
+    """Whether `inverse` undoes `forward`, and the other way round, on random input of this shape (or of several).
+
+    Warns where the same tensor comes up twice among the inputs and outputs of `forward` or of `inverse`.
+    """
     module = module_in._fn if isinstance(module_in, InvertibleModuleWrapper) else module_in
     if not hasattr(module, "inverse"):
         return False
@@ -239,12 +259,30 @@ def is_invertible_module(
             given = _alone(tuple(torch.rand(*shape, dtype=test_input_dtype) for shape in shapes))
             made = forward(given)
             back = inverse(made)
-            return _close(back, given, atol) and _close(forward(back), made, atol)
+            found = _close(back, given, atol) and _close(forward(back), made, atol)
     finally:
         present.put_back()
+    shared = _shared("forward", given, made) or _shared("inverse", made, back)
+    if found and shared:
+        warnings.warn(f"{type(module).__name__}: {shared}", stacklevel=2)
+    return found
+
+
+def _shared(method: str, given: Any, made: Any) -> str | None:
+    """What to warn of where outputs are one tensor, or one that was given."""
+    inputs, outputs = _several(given), _several(made)
+    if len(set(outputs)) < len(outputs):
+        return f"{method} returns the same tensor for several outputs. Return copies"
+    if not set(inputs).isdisjoint(outputs):
+        return f"{method} returns a tensor that it was given, so a wrapper around it saves no memory"
+    return None
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return given if isinstance(given, tuple) else (given,)
 
 
 def _close(found: Any, true: Any, atol: float) -> bool:
-    found, true = (given if isinstance(given, tuple) else (given,) for given in (found, true))
+    found, true = _several(found), _several(true)
     same = len(found) == len(true) and all(a.shape == b.shape for a, b in zip(found, true, strict=True))
     return same and all(torch.allclose(a, b, atol=atol) for a, b in zip(found, true, strict=True))

@@ -14,21 +14,36 @@ from ..replay import replaying
 from ._shared import BOTH_HALVES, Deterministic, PairBlock, functions, pairs
 
 
-class _Signalled(Deterministic):
-    """Tells its net where it is: `_depth`, and in training whether it is run again, `_reverse` (LSH attention caches on it)."""
+class _Depth(int):
+    """The number of a block, with another name each time it is asked for: attention caches what it does in chunks under these."""
 
-    _keeps_a_cache = True
+    asked = 0
+
+    def __str__(self) -> str:
+        self.asked += 1
+        return int.__repr__(self) if self.asked == 1 else f"{int.__repr__(self)}, chunk {self.asked}"
+
+
+class _Signalled(Deterministic):
+    """Passes `_depth` to its net, and in training `_reverse`, true in a recomputation: LSH attention then reads cached buckets.
+
+    With `attn_chunks` above 1, attention caches the buckets of all chunks under one name, and would read those of the last one.
+    """
 
     def __init__(self, net: Any, depth: int | None):
         super().__init__(net)
         self.depth = depth
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **{**kwargs, "_reverse": replaying() and self.training, "_depth": self.depth})
+        depth = _Depth(self.depth or 0) if self._in_chunks() else self.depth
+        return super().forward(*args, **{**kwargs, "_reverse": replaying() and self.training, "_depth": depth})
+
+    def _in_chunks(self) -> bool:
+        return any((getattr(module, "attn_chunks", None) or 1) > 1 for module in self.modules())
 
 
 class ReversibleBlock(PairBlock):
-    """One reversible block by itself; with `send_signal`, f and g are told `_depth` and `_reverse`."""
+    """One reversible block by itself; with `send_signal`, f and g get `_depth` and `_reverse`."""
 
     dim = 2
 

@@ -30,6 +30,20 @@ class MemoryModes(enum.IntEnum):
 _MEMORY = {0: "store", 1: "checkpoint", 2: "reverse", 3: "reverse"}
 
 
+def additive_coupling_forward(other_stream: Any, fn_out: Any) -> Any:
+    """What a module does to the other stream where nothing else is given."""
+    return other_stream + fn_out
+
+
+def additive_coupling_inverse(output: Any, fn_out: Any) -> Any:
+    return output - fn_out
+
+
+def offload_tensor(inp: Tensor, reference: Tensor) -> Tensor:
+    """The tensor on the device of the other one; its gradient comes back to where it is."""
+    return inp.to(reference.device, non_blocking=True)
+
+
 class Coupled(Rule):
     """A coupling of the user's: `target = forward(target, out)`, undone by `target = inverse(target, out)`."""
 
@@ -66,10 +80,12 @@ class ReversibleModule(nn.Module):
         self, wrapped_module: nn.Module, coupling_forward: Coupling | None = None, coupling_inverse: Coupling | None = None
     ):
         super().__init__()
-        if (coupling_forward is None) is not (coupling_inverse is None):
+        forward, inverse = coupling_forward or additive_coupling_forward, coupling_inverse or additive_coupling_inverse
+        adds = forward is additive_coupling_forward
+        if adds is not (inverse is additive_coupling_inverse):
             raise ProgramError("a coupling needs both coupling_forward and coupling_inverse, or no input could be recovered")
         self.wrapped_module = ReversibleWrapper(wrapped_module)
-        self.rule = Coupled(coupling_forward, coupling_inverse) if coupling_forward and coupling_inverse else Add()
+        self.rule = Add() if adds else Coupled(forward, inverse)
 
     def forward(self, inp: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         updates, side = _program([self], [(args, kwargs)])
