@@ -258,9 +258,9 @@ def amp(setting):
     return contextlib.nullcontext() if autocast is None else torch.autocast("cuda", autocast)
 
 
-def run(fns, streams, setting, memory, arithmetic="exact"):
+def run(fns, streams, setting, memory, arithmetic="exact", verify="error"):
     with amp(setting):
-        return rg.run(rg.wirings.leapfrog(fns), streams, memory=memory, arithmetic=arithmetic)
+        return rg.run(rg.wirings.leapfrog(fns), streams, memory=memory, arithmetic=arithmetic, verify=verify)
 
 
 def observed(make, wanted):
@@ -303,7 +303,7 @@ def test_recovered_streams(memory, setting, recovered):
 def test_float_recovers_something_else(setting, recovered):
     """The test above can fail."""
     fns = fns_of(32, setting)
-    observed(lambda: run(fns, streams_of(setting), setting, "reverse", "float"), parameters(fns))
+    observed(lambda: run(fns, streams_of(setting), setting, "reverse", "float", "off"), parameters(fns))
     assert recovered.apart > 30
 
 

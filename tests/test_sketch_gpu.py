@@ -172,7 +172,7 @@ def test_layouts():
         torch.stack((t, t), -1)[..., 0],
         torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),  # not aligned
     ):
-        assert_close(sketch(t), sketch(other))
+        assert_close(sketch(t), sketch(other), 1e-6)  # blocks of another layout are added up in another order
     assert_close(sketch(t[0, 0, 0, 0].expand(100).contiguous()), sketch(t[0, 0, 0, 0].expand(100)))
     assert sketch(t[0, 0, 0, 0])[SQUARES] > 0
 
@@ -203,13 +203,16 @@ def test_where_no_kernel_can():
 # -- target += part, in floating point ---------------------------------------------------------------------------------
 
 
+PAIRS = [pair for pair in itertools.product(FLOATS, FLOATS) if pair != (torch.float16, torch.bfloat16)]  # left to torch
+
+
 def plain(target, part, sign):
     return (target + part if sign > 0 else target - part).to(target.dtype)
 
 
 @every_sign
 @pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize(("own", "other"), list(itertools.product(FLOATS, FLOATS)), ids=str)
+@pytest.mark.parametrize(("own", "other"), PAIRS, ids=str)
 def test_add(own, other, count, sign):
     """The bits of torch's addition; the sketch and the size beside it, or not."""
     for scale in (1e-6, 1.0, 3e4):
@@ -226,7 +229,7 @@ def test_add(own, other, count, sign):
 
 
 @every_sign
-@pytest.mark.parametrize(("own", "other"), list(itertools.product(FLOATS, FLOATS)), ids=str)
+@pytest.mark.parametrize(("own", "other"), PAIRS, ids=str)
 def test_add_with_nan_and_inf(own, other, sign):
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, 6e4, -6e4, 1e-7, 1e-40, 3e38], device="cuda")
     target, part = (t.contiguous() for t in torch.broadcast_tensors(special.to(own)[:, None], special.to(other)))
@@ -238,7 +241,7 @@ def test_add_with_nan_and_inf(own, other, sign):
 
 def test_add_is_the_same_both_ways():
     """First run and undo, whatever the target is; and without an addition."""
-    for own, other in itertools.product(FLOATS, FLOATS):
+    for own, other in PAIRS:
         part, (a, b) = draw(70_001, dtype=other), rows(2)
         fused.add(draw(70_001, dtype=own), part, 1, 4, a)
         fused.add(draw(70_001, dtype=own), part, -1, 4, b)
@@ -248,7 +251,7 @@ def test_add_is_the_same_both_ways():
 
 
 @every_sign
-@pytest.mark.parametrize(("own", "other"), list(itertools.product(FLOATS, FLOATS)), ids=str)
+@pytest.mark.parametrize(("own", "other"), PAIRS, ids=str)
 def test_gradient_of_add(own, other, sign):
     """That of addition, twice differentiable; nothing is saved."""
     target, part = draw(100, dtype=own).requires_grad_(), draw(100, dtype=other).requires_grad_()
@@ -281,6 +284,7 @@ def test_gradients_of_one_side():
 def test_where_add_is_left_to_torch():
     row, t = rows()[0], draw(8, 8)
     others = [t.t(), t.double(), t.cpu(), t[0], t.to(torch.complex64), t.long(), t.as_subclass(type("Own", (Tensor,), {}))]
+    assert fused.add(t.half(), t.bfloat16(), 1, 0, row) is None
     for other in (*others, torch._neg_view(t)):
         assert fused.add(t, other, 1, 0, row) is None
         assert fused.add(other, t, 1, 0, row) is None
@@ -355,6 +359,7 @@ def test_gradient_of_exact():
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits():
     """No addition synchronises, once its kernel has been made."""
     target, part, table = draw(4096), draw(4096, dtype=torch.bfloat16), rows(2)
@@ -367,8 +372,8 @@ def test_nothing_waits():
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
