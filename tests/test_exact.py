@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from retrograde import call as calls
+from retrograde._engine import call as calls
 from retrograde.bench.meter import LiveBytes
 from retrograde.errors import OutOfRange
 

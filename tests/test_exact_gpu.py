@@ -13,11 +13,11 @@ from test_exact import Fn, Recovered, assert_equal, same
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from retrograde import call as calls
-from retrograde import fused
+from retrograde._engine import call as calls
+from retrograde._exact import cuda as fused
+from retrograde._exact.cuda import on_grid
+from retrograde._exact.range import GRID, LIMIT, Ledger
 from retrograde.errors import OutOfRange
-from retrograde.fused import on_grid
-from retrograde.ledger import GRID, LIMIT, Ledger
 
 pytestmark = pytest.mark.gpu
 UNIT = 2.0**-GRID

@@ -9,8 +9,9 @@ import torch
 from support import WIDTH, assert_same, draw, gradients, loss_of, mlps, rg
 from torch import nn
 
-from retrograde import forms, purse
 from retrograde import memory as policies
+from retrograde._compile import fns as forms
+from retrograde._engine import budget as purse
 from retrograde.bench.meter import LiveBytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own

@@ -9,8 +9,8 @@ from support import WIDTH, Attend, assert_same, draw, gradients, mlp, mlps, para
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from retrograde import fused
-from retrograde.ledger import GRID, LIMIT
+from retrograde._exact import cuda as fused
+from retrograde._exact.range import GRID, LIMIT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own
 KINDS = ["reverse", "checkpoint", "store", rg.StoreLast(2), rg.Anchor(3), rg.ReverseAbove(0, dim=0)]

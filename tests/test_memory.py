@@ -11,8 +11,8 @@ import torch
 from support import rg
 from torch import Tensor, nn
 
+from retrograde._engine.record import Record
 from retrograde.bench.meter import LiveBytes
-from retrograde.record import Record
 
 ROWS, WIDTH = 1 << 14, 16
 STREAM = ROWS * WIDTH * 4

@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import retrograde as rg
+from retrograde._exact.fake import as_on
 from retrograde.bench import foretold
 from retrograde.bench.meter import LiveBytes
 from retrograde.cli import app
@@ -24,7 +25,6 @@ from retrograde.planning.reach import deepest, longest, widest
 from retrograde.planning.subject import traced
 from retrograde.planning.trace import Tracer
 from retrograde.planning.verdict import verdict
-from retrograde.pretence import as_on
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

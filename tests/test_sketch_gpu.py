@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retrograde import fused
-from retrograde.ledger import Ledger
+from retrograde._exact import cuda as fused
+from retrograde._exact.range import Ledger
 
 pytestmark = pytest.mark.gpu
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -427,7 +427,7 @@ def test_drift_warns_once_per_program_and_names_the_way_out():
 @pytest.mark.parametrize("memory", ["reverse", "checkpoint", rg.Anchor(5)], ids=str)
 def test_sketches_agree_to_the_bit_under_exact_arithmetic(memory, dtype, monkeypatch):
     seen = []
-    from retrograde import verify
+    from retrograde._engine import verify
 
     compare = verify.Verification.compare
 

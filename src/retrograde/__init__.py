@@ -1,14 +1,14 @@
 """retrograde: networks as deep as you like in the activation memory of one layer, with the gradients of ordinary training."""
 
 from . import check, wirings
-from .engine import invert, run
+from ._compile.fns import compile_fns
+from ._engine.replay import replaying
+from ._engine.run import invert, run
 from .errors import OutOfRange, ProgramError, ReplayError, RetrogradeError
-from .forms import compile_fns
 from .memory import Anchor, Budget, ReverseAbove, StoreLast
 from .modules import Reversible, ReversibleSequence
-from .replay import replaying
+from .optimizer import step_in_backward
 from .rules import Add, Affine, Invertible, Momentum, Rule
-from .step_in_backward import step_in_backward
 from .transformer import from_transformer
 from .update import ALL, Update
 

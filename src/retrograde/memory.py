@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._base.pytrees import tensors
 from .errors import ProgramError, unknown
-from .streams import tensors
 
 KINDS = ("store", "checkpoint", "reverse")
 

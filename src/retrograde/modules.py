@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .arithmetic import check_arithmetic
-from .engine import invert, run
+from ._base.pytrees import each, flatten, unflatten
+from ._compile.fullgraph import make_plan
+from ._compile.fullgraph_check import at_trace_time, key_of, named, refuse, whole_graph
+from ._engine.run import invert, run
+from ._engine.verify import check_verify
+from ._exact.choose import check_arithmetic
 from .errors import ProgramError, unknown
 from .memory import check_memory, settled
-from .streams import each, flatten, unflatten
-from .trace_check import at_trace_time, key_of, named, refuse, whole_graph
-from .traced import make_plan
 from .update import ALL, Program, Update
-from .verify import check_verify
 from .wirings import OfSum, turn
 
 

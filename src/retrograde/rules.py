@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import arithmetic
+from ._base.pytrees import each, leaf_mismatch, mismatch, tensors
+from ._exact import choose as arithmetic
+from ._exact.streams import Exact
 from .errors import ProgramError
-from .exact import Exact
-from .streams import each, leaf_mismatch, mismatch, tensors
 
 _LARGEST = 4096  # denominator of a factor that exact arithmetic multiplies by
 

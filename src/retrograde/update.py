@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .arithmetic import exact_targets
+from ._base.pytrees import flatten
+from ._compile.fullgraph_check import key_of
+from ._engine.budget import Learned
+from ._exact.choose import exact_targets
 from .errors import ProgramError, at
-from .purse import Learned
 from .rules import Add, Inverted, Rule
-from .streams import flatten
-from .trace_check import key_of
 
 
 class _All:

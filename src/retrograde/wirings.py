@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ._base.function_modules import Around
+from ._base.pytrees import each
 from .errors import ProgramError
-from .parts import Around
 from .rules import Add, Arguments, Invertible, Momentum, Rule
-from .streams import each
 from .update import Update
 
 Fn = Callable[..., Any]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.check import Drift, short
+from retrograde.check.gradients import Drift, short
 
 from .depth import Parser, counts
 from .model import mlp

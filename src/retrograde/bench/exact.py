@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from retrograde import exact, fused
-from retrograde.ledger import Ledger
+from retrograde._exact import cuda as fused
+from retrograde._exact import streams as exact
+from retrograde._exact.range import Ledger
 
 from .measure import Timing, in_turns
 from .model import transformer

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..models.language import Language
-from ..step_in_backward import step_in_backward
+from ..optimizer import step_in_backward
 from ..training.memory import kept_by
 from ..training.state import make_optimizer
 from .measure import in_turns

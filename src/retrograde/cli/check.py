@@ -13,9 +13,9 @@ import retrograde as rg
 
 from ..bench.report import origin
 from ..bench.subject import DTYPES
-from ..check import Report
+from ..check.gradients import Report
+from ..check.lines import raised_at, shown
 from ..errors import RetrogradeError
-from ..lines import raised_at, shown
 from .check_table import Checked, judge, show
 from .given import Refused, at_least, device_of, picture, told, writable
 from .net_given import Given, given_net

@@ -10,8 +10,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..check import Report, short
-from ..findings import Finding
+from ..check.findings import Finding
+from ..check.gradients import Report, short
 from .screen import console
 
 QUESTIONS = {  # and the kinds of findings that say no

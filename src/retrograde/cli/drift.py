@@ -17,9 +17,9 @@ import retrograde as rg
 
 from ..bench.drift_curve import Curve, Point, draw_curve
 from ..bench.report import origin
-from ..check import short
+from ..check.gradients import short
+from ..check.lines import raised_at, shown
 from ..errors import RetrogradeError
-from ..lines import raised_at, shown
 from .given import Refused, at_least, device_of, picture, told, writable
 from .net_given import Given, given_net
 from .options import Device, Factory, File, Names, Number, Numbers

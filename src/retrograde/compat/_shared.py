@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ..engine import invert, run
+from .._engine.generators import Draws, generators
+from .._engine.run import invert, run
 from ..errors import ProgramError
-from ..generators import Draws, generators
 from ..modules import checked_pair, halves, joined, refuse_hooks
 from ..update import ALL, Update
 from ..wirings import pair

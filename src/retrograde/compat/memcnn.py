@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states as get_device_states
 from torch.utils.checkpoint import set_device_states as set_device_states
 
+from .._engine.generators import Draws, generators
 from ..errors import ProgramError
-from ..generators import Draws, generators
 from ..modules import Net, refuse_hooks
 from ..rules import Add, Affine, Rule
 from ..update import Update

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import wirings
-from ..engine import run
+from .._engine.run import run
 from ..errors import ProgramError, unknown
 from ..modules import Net, halves, joined, refuse_hooks
 from ..update import Update

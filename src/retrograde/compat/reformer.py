@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import modules
+from .._engine.replay import replaying
 from ..memory import ReverseAbove
-from ..replay import replaying
 from ._shared import BOTH_HALVES, Deterministic, PairBlock, functions, pairs
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine import invert, run
+from .._engine.run import invert, run
 from ..errors import ProgramError
 from ..modules import Net, halves, refuse_hooks
 from ..rules import Add, Rule

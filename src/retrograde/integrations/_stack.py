@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine import run
+from .._base.pytrees import each
+from .._engine.run import run
 from ..errors import ProgramError
 from ..modules import Chosen
 from ..rules import Add, Rule
-from ..streams import each
 from ..update import Program, Update
 from ._families import Opaque, family_of
 

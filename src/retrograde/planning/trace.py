@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_leaves
 
+from .._exact.fake import as_on
 from ..bench.meter import LiveBytes
 from ..modules import Net
-from ..pretence import as_on
 from .as_on_cuda import AsOnCuda, workspace
 from .partitioned import partition
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import OutOfRange
 from ..models.language import Language
-from ..step_in_backward import step_in_backward
+from ..optimizer import step_in_backward
 from . import checkpoints
 from .checkpoints import Kept
 from .data import END, Data, open_data

@@ -1,0 +1,134 @@
+"""What the first run of an update leaves behind, and the hooks that collect what fn saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from .. import errors
+from .._base.function_modules import home_of
+from .._base.pytrees import each, flatten, tensors, unflatten, with_strides
+from .._compile.fullgraph_check import untraced
+from .._exact.streams import read
+from ..update import Update
+from .call import Streams
+from .module_state import ModuleState
+from .nodes import source
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """What the first run of an update leaves behind: everything the recomputation needs but tensors of the forward pass."""
+
+    index: int
+    number: int  # in the run
+    update: Update
+    modules: ModuleState
+    leaves: list[tuple[tuple[int, ...], bool]]  # strides and requires_grad of the leaves of the sources
+    target_leaves: list[tuple[tuple[int, ...], bool]]  # the same of the target, for rules that save
+    drifts: bool  # its sources are recovered with roundings
+    lean: bool  # fn ran in its lean form (forms.py)
+    drawn: tuple[list[Any], list[Any]] = ([], [])  # the states of the random generators before and after
+    given: Any = None  # what was drawn itself, where generators cannot be read: inside a CUDA graph (capture.py)
+    meta: Sequence[Any] = ()  # (shape, dtype, device, version at the end) of each tensor that fn saved
+    stale: Sequence[int] = ()  # numbers of those that fn edited afterwards
+    row: list[float] | None = None  # the sketch of what fn returned, as far as it is on a CPU (sketch.py) …
+    target_row: list[float] | None = None  # … and of the target before the update, for rules of users
+    values: list[Tensor] | None = None  # of an update that is stored: the saved tensors themselves …
+    before: Any = None  # … and the target before it
+    kept: Any = None  # the target before an update that made NaN or inf of it, which cannot be undone
+    ready: list[Tensor | None] | None = None  # what the recomputation saved, until it is asked for
+
+    @property
+    def where(self) -> str:
+        return errors.at(self.index, self.update)
+
+    def sources_again(self, state: Streams) -> list[Any]:
+        """The recovered sources in the layout and with the flags that fn saw."""
+        if len(self.leaves) == len(self.update.sources) == 1 and isinstance(t := state[self.update.sources[0]], Tensor):
+            strides, grad = self.leaves[0]
+            t = with_strides(t, strides)
+            return [source(t) if grad else t]
+        rest, again = iter(self.leaves), {}
+
+        def leaf(t: Tensor) -> Tensor:
+            strides, grad = next(rest)
+            t = with_strides(t, strides)
+            return source(t) if grad else t
+
+        for name in self.update.sources:
+            value = each(leaf, read(state[name]))
+            again.setdefault(name, value)  # twice the same: so it was for fn
+        return [again[name] for name in self.update.sources]
+
+    def target_again(self, target: Any) -> Any:
+        flat, spec = flatten(target)
+        pairs = zip(flat, self.target_leaves, strict=True)
+        dense = [(with_strides(t, strides), grad) for t, (strides, grad) in pairs]
+        return unflatten([source(t) if grad else t.detach() for t, grad in dense], spec)
+
+
+def check_captured(record: Record, own: Any, values: list[Any], now: list[Any]) -> None:
+    """A saved tensor with another version than in the first run, which is none of our own, was edited from outside."""
+    homes = {home_of(t) for t in tensors(own)}
+    for old, new, t in zip(record.meta, now, values, strict=True):
+        if old != new and home_of(t) not in homes:
+            raise errors.changed_since(record.where, record.modules.name_of(t) or errors.held_tensor(t.shape))
+
+
+@untraced
+def packer(store: list[Any], versions: list[int]) -> Callable[[Tensor], int]:
+    """A pack hook that collects what is saved and leaves its number. The graph holds on to it: empty `store` afterwards."""
+
+    def pack(t: Tensor) -> int:
+        versions.append(t._version)
+        store.append(t)
+        return len(store) - 1
+
+    return pack
+
+
+def reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
+    """The unpack hook of a recomputation, for a fn that itself calls autograd.grad. The list is empty when that is over."""
+
+    def read(j: int) -> Tensor:
+        if j >= len(store):
+            raise errors.ReplayError(
+                "a tensor that fn left behind while it was recomputed has no graph. Leave it `if not rg.replaying():`",
+                record.where,
+            )
+        return store[j]
+
+    return read
+
+
+version = attrgetter("_version")
+look = attrgetter("shape", "dtype", "device", "_version")
+
+
+def describe(store: list[Any], known: list[list[Any]]) -> list[Any]:
+    """(shape, dtype, device, version) of each; equal lists are the same object, as many objects would keep gc busy."""
+    meta = list(map(look, store))
+    for other in known:
+        if other == meta:
+            return other
+    known.insert(0, meta)
+    del known[8:]
+    return meta
+
+
+def difference_of(old: Sequence[Any], new: Sequence[Any]) -> str | None:
+    """What differs besides versions, or None."""
+    if len(old) != len(new):
+        return f"it saved {len(new)} tensors for its gradient, {len(old)} before"
+    other = ((a, b) for a, b in zip(old, new, strict=True) if a[:3] != b[:3])
+    return next((f"it saved a tensor of {_words(b)}, {_words(a)} before" for a, b in other), None)
+
+
+def _words(key: Any) -> str:
+    shape, dtype, device, _ = key
+    return f"shape {tuple(shape)}, {dtype}, on {device}"

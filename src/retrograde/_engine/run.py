@@ -1,0 +1,309 @@
+"""run and invert: a list of updates over named streams, stretch by stretch as the memory policy says."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import errors
+from .. import memory as policies
+from .._base.function_modules import Held
+from .._base.pytrees import dense, each, tensors
+from .._compile import fullgraph as traced
+from .._compile.fns import looks, two_forms, use_lean
+from .._compile.fullgraph_check import at_trace_time, named, whole_graph
+from .._exact.choose import check_arithmetic, exact_streams, refuse_growth
+from .._exact.range import Ledger
+from .._exact.streams import Exact, carried, read
+from ..optimizer import refuse_ddp
+from ..update import Program, Update
+from .backward import Run
+from .budget import Learned, Purse
+from .call import Streams, apply, call, fitting, observe, sources_of
+from .context import Context
+from .verify import check_verify, settle
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_SIZES = 256  # so many inputs of different sizes are remembered
+
+
+def run(
+    updates: Iterable[Update] | Program,
+    streams: Mapping[str, Any],
+    side: Mapping[str, Any] | None = None,
+    *,
+    memory: Any = "reverse",
+    arithmetic: str = "auto",
+    verify: str = "error",
+) -> Streams:
+    """Run the updates over the streams and return the final streams.
+
+    `side` holds the side inputs by name; `memory` says what is kept for backward, `arithmetic` how streams are added to. `verify`
+    says what happens where backward finds that fn does not return again what it returned in the forward pass, so that gradients
+    would be wrong: "error", "warn" or "off" (then nobody looks).
+
+    >>> import torch, retrograde as rg
+    >>> f, g = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    >>> x = torch.randn(2, 4)
+    >>> out = rg.run([rg.Update("a", f, "b"), rg.Update("b", g, "a")], {"a": x, "b": x})
+    >>> out["a"].sum().backward()
+    """
+    if torch.compiler.is_exporting():
+        memory = "store"  # there is no backward pass
+    if torch.compiler.is_dynamo_compiling():
+        if whole_graph():
+            return traced.run(updates, streams, side, memory, arithmetic)
+        return _outside_trace(updates, streams, side, memory, arithmetic, verify)
+    return _run(updates, streams, side, memory, arithmetic, verify)
+
+
+def invert(
+    updates: Iterable[Update] | Program,
+    streams: Mapping[str, Any],
+    side: Mapping[str, Any] | None = None,
+    *,
+    memory: Any = "reverse",
+    arithmetic: str = "auto",
+    verify: str = "error",
+) -> Streams:
+    """From the final streams back to the first: `run` on the reversed list with apply and undo exchanged.
+
+    It calls fn anew, so it returns the inputs where fn is a function of its arguments: not with active dropout.
+    """
+    program = updates if isinstance(updates, Program) else Program(updates)
+    if torch.compiler.is_dynamo_compiling():
+        _inverse_at_trace_time(program.key)
+    return run(program.inverse(), streams, side, memory=memory, arithmetic=arithmetic, verify=verify)
+
+
+@at_trace_time
+def _inverse_at_trace_time(program: str) -> bool:
+    named(program).inverse()
+    return True
+
+
+@torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]  # imports the compiler when called: only in a trace
+def _outside_trace(*args: Any) -> Streams:
+    return _run(*args)
+
+
+class _Instead(threading.local):
+    memory: Any = None
+    verify: str | None = None
+
+
+_INSTEAD = _Instead()
+
+
+@contextlib.contextmanager
+def instead(memory: Any = None, verify: str | None = None) -> Iterator[None]:
+    """In this thread, what all programs run with in place of what they are given: to compare one policy with another."""
+    before = _INSTEAD.memory, _INSTEAD.verify
+    _INSTEAD.memory, _INSTEAD.verify = memory, verify
+    try:
+        yield
+    finally:
+        _INSTEAD.memory, _INSTEAD.verify = before
+
+
+def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arithmetic: str, verify: str) -> Streams:
+    program = updates if isinstance(updates, Program) else Program(updates)
+    check_arithmetic(arithmetic)
+    verify = _INSTEAD.verify or check_verify(verify)
+    memory = memory if _INSTEAD.memory is None else _INSTEAD.memory
+    settle(program)
+    if side is not None and not isinstance(side, Mapping):
+        raise errors.ProgramError(f"side must be a dict of side inputs by name, got a {type(side).__name__}")
+    side = dict(side or {})
+    program.check(streams, side)
+    stretches = policies.plan(memory, len(program.updates), streams)
+    state = _distinct({name: dense(value) if name in program.names else value for name, value in streams.items()}, side)
+    if not torch.is_grad_enabled():
+        stretches = [("store", len(program.updates), None)]
+    elif _transformed():
+        if any(kind != "store" for kind, _, _ in stretches):
+            warnings.warn(
+                "saved-tensor hooks are not allowed under torch.func transforms and forward-mode AD: "
+                "this program runs as memory='store'",
+                stacklevel=3,
+            )
+        stretches = [("store", len(program.updates), None)]
+    needed = any(kind != "store" for kind, _, _ in stretches)
+    held = [Held(update.fn, update.rule) for update in program.updates] if needed or arithmetic == "auto" else []
+    refuse_ddp(module for one in held for module in one.modules)
+    exact = exact_streams(arithmetic, program, state, held)
+    ledger = Ledger(program.updates, list(exact))
+    for ledger.index, name in enumerate(exact, len(program.updates)):
+        state[name] = carried(state[name], ledger, exact[name])
+    context = Context(program, held, state, side, verify) if needed else None
+    if context is not None:
+        side = context.side  # with copies of what callers edit
+    with _no_cast_cache(), _all_or_nothing(context):
+        start, plain = 0, False
+        for kind, count, limit in stretches:
+            plain = _STRETCH[kind](program, range(start, start + count), state, side, context, limit)
+            start += count
+        if context is not None:
+            context.check_side()
+    for name in exact:
+        state[name] = read(state[name])
+    if plain:  # what the caller gets is no source of the last updates, under any policy
+        for name in {update.target for update in program.updates}:
+            state[name] = each(lambda t: t.view_as(t) if t.requires_grad else t, state[name])
+    ledger.close(t for name in exact for t in tensors(state[name]))
+    return state
+
+
+def _distinct(state: Streams, side: Streams) -> Streams:
+    """No two streams or side inputs are the same tensor: recovered ones are not, and some fns look (`q is k`)."""
+    seen = {id(t) for value in side.values() for t in tensors(value)}
+
+    def fresh(t: Tensor) -> Tensor:
+        if id(t) in seen:
+            return t.view_as(t)
+        seen.add(id(t))
+        return t
+
+    return {name: each(fresh, value) for name, value in state.items()}
+
+
+def _transformed() -> bool:
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+# -- the kinds of stretches --------------------------------------------------------------------------------------------
+
+
+def _store(program: Program, indices: range, state: Streams, side: Streams, _: Any, __: Any) -> bool:
+    """Ordinary autograd."""
+    for index in indices:
+        update = program.updates[index]
+        target = state[update.target]
+        sources = sources_of(update, state)
+        out = call(index, update, state, sources, side)
+        fitting(index, update, target, out)
+        if update.rule.saves:
+            state[update.target] = apply(index, update, target, out)
+            observe(index, update, [*sources, target], out)
+        else:
+            state[update.target] = update.rule.apply(target, out)
+    return True
+
+
+def _reverse(program: Program, indices: range, state: Streams, side: Streams, context: Context, limit: Any) -> bool:
+    """Keep the final streams alone; with a limit, also what the last updates saved."""
+    refuse_growth(program, indices, state)
+    if limit is not None:
+        return _within(limit, program, indices, state, side, context)
+    _walkable(program, indices, state, context)
+    return False
+
+
+def _walkable(program: Program, indices: range, state: Streams, context: Context, **how: Any) -> None:
+    """Runs that walk back."""
+    runs: dict[str, Run] = {}
+    for index in indices:
+        name = program.components[index]
+        if name not in runs:
+            runs[name] = Run(context, **how)
+        runs[name].forward(index, program.updates[index], state)
+    for made in runs.values():
+        made.keep_finals(state)
+
+
+def _within(limit: int | str, program: Program, indices: range, state: Streams, side: Streams, context: Context) -> bool:
+    """What fits into a budget is stored. Of functions in two forms, compiled for these sizes, what they save is known in time.
+
+    Returns whether the last updates run as ordinary autograd.
+    """
+    wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
+    room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
+    streams = [t for name in program.names for t in tensors(state[name])]
+    forms = two_forms(update.fn for update in program.updates)
+    if not forms and not isinstance(limit, str):  # nothing to learn
+        _walkable(program, indices, state, context, purse=Purse(limit, streams, room))
+        return False
+    key = (limit, room, len(indices), *context.looks(streams), *(looks(program) if forms else ()))
+    learned = program.learned.setdefault(key, Learned())
+    while len(program.learned) > _SIZES:
+        program.learned.pop(next(iter(program.learned)), None)
+    if isinstance(limit, str):
+        free = policies.free_bytes(program, streams)
+        if learned.free is None or free < learned.free:  # what fitted may not fit now
+            program.learned[key] = learned = Learned(free)
+        limit = learned.free or free
+    learns = forms and _top_hooks(False) is None  # under hooks it may be run again, and must not have another plan then
+    if not learns or len(learned.sizes) < 2:
+        purse = Purse(limit, streams, room)
+        try:
+            _walkable(program, indices, state, context, purse=purse, lean=learns and len(learned.sizes) == 1)
+        except BaseException:
+            program.learned.pop(key, None)
+            raise
+        if learns:
+            learned.look_at(purse)
+        return False
+    first = indices.stop - learned.stored
+    middle = indices.stop - learned.full
+    if first > indices.start:
+        _walkable(program, range(indices.start, first), state, context)
+    for part, lean in ((range(first, middle), True), (range(middle, indices.stop), False)):
+        before = use_lean(lean)
+        try:
+            _store(program, part, state, side, None, None)
+        finally:
+            use_lean(before)
+    return learned.stored > 0
+
+
+def _checkpoint(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> bool:
+    """Keep the sources of each update: a run of its own for each, and nothing to undo."""
+    for index in indices:
+        Run(context, keeps_sources=True).forward(index, program.updates[index], state)
+    return True
+
+
+_STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint}
+
+
+@contextlib.contextmanager
+def _no_cast_cache() -> Iterator[None]:
+    """Autocast keeps its casts of all weights until its block ends: memory that grows with depth, for weights used twice.
+
+    Under every policy, as with the cache the gradients of such weights are added up in 16 bits.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    if not cached or not torch.is_grad_enabled():
+        yield
+        return
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(context: Context | None) -> Iterator[None]:
+    """If fn fails, random generators and buffers are as they were before the run; ordinary autograd promises no such thing."""
+    if context is None:
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        context.draws.put_back()
+        for modules in reversed(context.modules):
+            try:
+                modules.put_back()
+            except Exception as other:
+                error.add_note(f"and buffers could not be put back as they were: {other}")
+        raise
+    finally:
+        context.forget()

@@ -1,0 +1,211 @@
+"""Is what backward recomputes what the forward pass computed? The sketches of both are compared (sketch.py).
+
+Two things make a recomputation differ: fn is not the same function any more, or its inputs have drifted, as undoing updates in
+floating point rounds. Both make gradients wrong by about as much as the output of fn differs. Besides, the undo of a rule of the
+user's may be wrong, which the output of fn does not show: there the targets are compared as well.
+
+On a CPU the sketches are numbers, and an error is raised at once. On other devices they are rows of tables, which are copied to
+the host without waiting for them, and compared when they have arrived: at the latest in the next forward pass of the program.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import errors
+from .._base.pytrees import tensors
+from ..rules import by_user
+from .cuda_graph import capturing
+from .sketch import PROJECTIONS, SQUARES, TARGET, Table, squares, take
+
+NAMES = ("error", "warn", "off")
+FLOOR = 300  # roundings of a stream: a difference smaller than so many is lost in the stream anyway
+DRIFT = {True: (1e-5, 1e-3), False: (1e-2, 5e-2)}  # where inputs drift, by whether streams are float64: warn from, raise from
+
+_task = torch._C._current_graph_task_id
+_LOCK = threading.Lock()
+_WAITING: list[_Case] = []
+
+
+def check_verify(verify: str) -> str:
+    if verify not in NAMES:
+        raise errors.unknown("verify", verify, NAMES)
+    return verify
+
+
+class Limits(NamedTuple):
+    """How far two sketches may be apart, relative to the size of what was sketched."""
+
+    warn: float
+    error: float
+    floor: float  # so much of the target counts as well
+    what: str  # "output", "drifting output" or "target"
+
+
+class Verification:
+    """Of one forward pass and the backward passes through it."""
+
+    def __init__(self, program: Any, verify: str, streams: Iterable[Tensor]):
+        self.program, self.verify, self.count = program, verify, len(program.updates)
+        floats = [t.dtype for t in streams if t.is_floating_point() or t.is_complex()]
+        eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
+        self.drift = DRIFT[eps < 1e-10]
+        self.floor = FLOOR * min(eps, torch.finfo(torch.float32).eps)
+        self.has_nan = False  # in the output of some fn: gradients are NaN as well, and there is nothing to report
+        self.table = Table(2 * self.count)  # as many rows again for the targets of rules of users
+        self.tables: dict[int, tuple[Table, dict[int, Limits]]] = {}  # of recomputations, by graph task
+
+    def first(self) -> Table:
+        return self.table
+
+    def second(self) -> Table:
+        return self._again()[0]
+
+    def _again(self) -> tuple[Table, dict[int, Limits]]:
+        """What the graph task that is running recomputes: the table, and the rows to compare."""
+        task = _task()
+        if task < 0:  # somebody reads saved tensors outside of a backward pass
+            return Table(2 * self.count), {}
+        if task not in self.tables:
+            self.tables[task] = Table(2 * self.count), {}
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))  # type: ignore[attr-defined]
+        return self.tables[task]
+
+    def note(self, record: Any, row: list[float] | None, target: Any) -> None:
+        """The sketch of what fn returned in the first run, and that of the target before the rule of a user changes it."""
+        record.row = row
+        self.has_nan = self.has_nan or (row is not None and row[-1] > 0)
+        if by_user(record.update.rule):
+            record.target_row = take(self.count + record.index, target, self.first)
+
+    def compare(self, record: Any, row: list[float] | None, out: Any, target: Any) -> None:
+        """The same of a recomputation, where `target` is what undo made of it."""
+        users = by_user(record.update.rule)
+        if row is not None and not users and self._near(record, row) and all(t.is_cpu for t in tensors(out)):
+            return  # as a rule
+        limits = Limits(*self.drift, self.floor, "drifting output") if record.drifts else Limits(*_steady(out), 0.0, "output")
+        self._compare(record.index, record.row, row, limits, out, target)
+        if users and record.kept is None:
+            row, limits = take(self.count + record.index, target, self.second), Limits(*self.drift, 0.0, "target")
+            self._compare(self.count + record.index, record.target_row, row, limits, target, None)
+
+    def _near(self, record: Any, row: list[float]) -> bool:
+        """Whether nobody needs to look closer, as far as four projections tell the size of the output."""
+        first = record.row
+        if first == row or first is None or not record.drifts or first[PROJECTIONS:] != row[PROJECTIONS:]:
+            return first == row
+        return _apart(first, row) <= self.drift[0] / 16 * _norm(first)
+
+    def _compare(self, at: int, first: Any, second: Any, limits: Limits, out: Any, target: Any) -> None:
+        if first is not None and second is not None and first != second:
+            far, same_kind = math.inf, first[PROJECTIONS:] == second[PROJECTIONS:]
+            if same_kind:
+                size = squares(out) + (limits.floor**2 * squares(target) if limits.floor else 0.0)
+                far = _apart(first, second) / math.sqrt(size) if size else math.inf
+            if far > limits.warn and (same_kind or not self.has_nan):
+                self.report(at, far, limits)
+        if not all(t.is_cpu for t in tensors(out)):
+            self._again()[1][at] = limits
+
+    def _end(self, task: int) -> None:
+        table, wanted = self.tables.pop(task)
+        if wanted:
+            case = _Case(self, table, wanted)
+            with _LOCK:
+                _WAITING.append(case)
+
+    def report(self, at: int, far: float, limits: Limits, late: bool = False) -> None:
+        """An error, or one warning per program."""
+        index = at % self.count
+        where, serious = errors.at(index, self.program.updates[index]), far > limits.error
+        if limits.what == "target":
+            error = errors.wrong_undo(where, far, late)
+        elif serious:
+            error = errors.other_value(where, far, limits.what == "drifting output", late)
+        else:
+            error = errors.drifted(where, far)
+        if serious and self.verify == "error":
+            raise error
+        if not self.program.warned:
+            self.program.warned = True
+            warnings.warn(str(error), stacklevel=2)
+
+
+def _steady(out: Any) -> tuple[float, float]:
+    """Where inputs are the same to the bit: what the order of atomic additions may do to an output. On a CPU there are none."""
+    found = [t for t in tensors(out) if t.is_floating_point() or t.is_complex()]
+    eps = max((torch.finfo(t.dtype).eps for t in found), default=0.0)
+    limit = max(1e-3, 4 * eps) if any(not t.is_cpu for t in found) else min(1e-3, math.sqrt(eps))
+    return limit, limit
+
+
+def _apart(first: Sequence[float], second: Sequence[float]) -> float:
+    return math.dist(first[:PROJECTIONS], second[:PROJECTIONS]) / math.sqrt(PROJECTIONS)
+
+
+def _norm(row: Sequence[float]) -> float:
+    return math.hypot(*row[:PROJECTIONS]) / math.sqrt(PROJECTIONS)
+
+
+# -- on devices --------------------------------------------------------------------------------------------------------
+
+
+def settle(program: Any) -> None:
+    """Decide the cases of this program, and all others that have arrived. The first error is raised; later calls go on."""
+    if capturing():  # nobody may ask an event then
+        return
+    while case := next((case for case in _WAITING if case.of.program is program or case.arrived()), None):
+        with _LOCK:
+            if case not in _WAITING:
+                continue
+            _WAITING.remove(case)
+        case.decide()
+
+
+class _Case:
+    """The tables of a forward pass and of a backward pass, on their way to the host."""
+
+    def __init__(self, of: Verification, again: Table, wanted: dict[int, Limits]):
+        self.of, self.wanted = of, wanted
+        devices = [device for device in again.on if device in of.table.on]
+        self.tables = [(_to_host(of.table.on[device]), _to_host(again.on[device])) for device in devices]
+        self.events = [torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"]
+
+    def arrived(self) -> bool:
+        return all(event.query() for event in self.events)
+
+    def decide(self) -> None:
+        """Report the first update, in the order of backward, that was recomputed as something else."""
+        for event in self.events:
+            event.synchronize()
+        pairs = [(first.tolist(), second.tolist()) for first, second in self.tables]
+        has_nan = self.of.has_nan or any(row[-1] for first, _ in pairs for row in first)
+        found = []
+        for at in sorted(self.wanted, key=lambda at: (-(at % self.of.count), at)):
+            limits = self.wanted[at]
+            far = max((_far(first[at], second[at], limits.floor) for first, second in pairs), default=0.0)
+            if far > limits.warn and not (has_nan and math.isinf(far)):
+                found.append((at, far, limits))
+        if found:
+            self.of.report(*next((one for one in found if one[1] > one[2].error), found[0]), late=True)
+
+
+def _far(first: list[float], second: list[float], floor: float) -> float:
+    if first[TARGET + 1 :] != second[TARGET + 1 :]:
+        return math.inf
+    apart, scale = _apart(first, second), math.sqrt(first[SQUARES] + floor**2 * first[TARGET])
+    return apart / scale if scale else math.inf if apart else 0.0
+
+
+def _to_host(table: Tensor) -> Tensor:
+    if table.device.type != "cuda":
+        return table.cpu()
+    return torch.empty(table.shape, dtype=table.dtype, pin_memory=True).copy_(table, non_blocking=True)

@@ -1,0 +1,241 @@
+"""Is my net right under its memory policy? Compared with ordinary autograd on the same weights, inputs and random numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._base.function_modules import modules_of
+from ..errors import at
+from ..update import Update
+from .findings import Finding, drifting, faults, with_lines, wrong_backward
+from .passes import Pass, Trial, norm, relative, tolerance, vector_error
+
+
+@dataclass
+class Report:
+    """What a check found. `ok`, and if not: `first`, the first update where the two part, and `cause`."""
+
+    ok: bool
+    errors: dict[str, float] = field(default_factory=dict)  # relative error of each gradient, by name
+    first: str | None = None
+    cause: str | None = None
+    findings: list[Finding] = field(default_factory=list)  # also where gradients agree; from the last update to update 0
+    replayed: int = 0  # how many functions were run again in backward
+    gradient_error: float = 0.0  # of all gradients as one vector, relative to memory="store"
+    recovered: float = 0.0  # the largest relative error of the recovered sources of an update …
+    furthest: str | None = None  # … and that update
+    notes: list[str] = field(default_factory=list)  # what is no fault, but good to know
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+    def __str__(self) -> str:
+        if self.ok and self.replayed == 0:
+            said = "nothing was compared: under this memory policy no function is run again"
+        elif self.ok:
+            said = f"gradients agree with memory='store' (largest relative error {self.worst:.1e})"
+        else:
+            name = max(self.errors, key=lambda key: self.errors[key], default=None)
+            worst = f"; largest relative error {self.worst:.1e}, of {name}" if name else ""
+            found = next((f for f in self.findings if f.where == self.first), None)
+            line = f" ({found.line})" if found and found.line else ""
+            where = f"\nfirst (backward goes from the last update to update 0) at {self.first}{line}: " if self.first else ": "
+            said = f"gradients differ from memory='store'{worst}{where}{self.cause}"
+        others = [f"found at {finding}" for finding in self.findings if self.ok or finding.where != self.first]
+        more = [f"and {len(others) - 5} more, in .findings"] if len(others) > 5 else []
+        return "\n".join([said, *others[:5], *more])
+
+
+def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
+    """Compare the gradients of `net(*inputs, **side)` under its own memory policy with memory="store".
+
+    Gradients of parameters, inputs and side inputs; tolerance 1e-9 in float64, 1e-4 in float32, 5e-3 below. If they differ, the
+    report names the first update where they part. Besides, `findings` has the fns that on the same sources do not return the same
+    bits twice (non-deterministic, stateful; also after another step, which fills caches), that edit their sources, whose rule or
+    autograd.Function is wrong, and the first update whose sources are recovered with an error above the tolerance (drifting);
+    each with the line to change, where it can be known. Nothing is left changed: no `.grad`, no buffer, no random state, no
+    plain attribute; but lazy modules are initialised.
+
+    >>> import torch, retrograde as rg
+    >>> net = rg.ReversibleSequence([(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)])
+    >>> rg.check.gradients(net, torch.randn(2, 4)).ok
+    True
+    """
+    trial = Trial(net, inputs, side)
+    own = trial.run()
+    if own.error is not None:
+        first, findings = own.error.where, with_lines(trial, faults(own), None)
+        cause = _told(findings, first) or str(own.error).removeprefix(f"{first}: ")
+        return Report(ok=False, first=first, cause=cause, findings=findings)
+    true = trial.run("store").need()
+    findings, notes = _repeated(trial, own)
+    findings += with_lines(trial, drifting(own, findings), None)
+    total = norm(*true.values())
+    if not math.isfinite(total):
+        return Report(ok=False, cause="gradients are not finite under memory='store' either", findings=findings)
+    errors = {name: relative(own.gradients[name], true[name], total * _noise(true[name])) for name in true}
+    bad = [name for name in true if not errors[name] <= tolerance(true[name])]
+    first, cause = None, None
+    if bad:
+        first, cause = _parting(own, findings) or _of_parameter(own, net, bad)
+        if not findings and (fault := wrong_backward(own, first)):
+            findings = [fault]
+            first, cause = fault.where, fault.cause
+    furthest = max(own.twice, key=lambda t: t.relative, default=None)
+    return Report(
+        ok=not bad,
+        errors=errors,
+        first=first,
+        cause=cause,
+        findings=findings,
+        replayed=len(own.twice),
+        gradient_error=vector_error(own.gradients, true),
+        recovered=furthest.relative if furthest else 0.0,
+        furthest=furthest.where if furthest and furthest.relative else None,
+        notes=notes,
+    )
+
+
+def _repeated(trial: Trial, own: Pass) -> tuple[list[Finding], list[str]]:
+    """Faults of fns on the very same sources, as checkpoint gives them: in a first step, or else in one after another."""
+    kept = all(program.memory == "checkpoint" for program in trial.programs)
+    made = own if kept else trial.run("checkpoint")
+    if found := faults(made):
+        return with_lines(trial, found, "checkpoint"), []
+    later = trial.run("checkpoint", after_another=True)
+    if found := faults(later):
+        return with_lines(trial, found, "checkpoint", after_another=True), []
+    names = ((where, " and its ".join(what)) for where, what in made.changed.items())
+    return [], [f"{where}: it changes its {what}, which did no harm here" for where, what in names]
+
+
+def _parting(own: Pass, findings: list[Finding]) -> tuple[str, str] | None:
+    """The first update whose fn is at fault; or the first that saw or returned something else in its second run, and why."""
+    for f in findings:
+        if f.kind != "drifting":
+            return f.where, f.cause
+    for t in own.twice:
+        if t.parted:
+            told = _told(findings, t.where, t.program)
+            return t.where, told or f"in its second run fn returned something else, relative difference {t.output:.1e}"
+    return next(((f.where, f.cause) for f in findings), None)
+
+
+def _told(findings: list[Finding], where: str | None, program: str | None = None) -> str | None:
+    """What was found at an update."""
+    fitting = (f for f in findings if f.where == where and program in (None, f.program))
+    return next((f.cause for f in fitting), None)
+
+
+def _of_parameter(own: Pass, net: nn.Module, bad: list[str]) -> tuple[str | None, str]:
+    names = {id(p): name for name, p in net.named_parameters() if name in bad}
+    for index, update in reversed(own.updates):
+        for name in _parameters_of(update, names):
+            return at(index, update), f"the gradient of its parameter {name} differs"
+    return None, f"the gradient of {bad[0]} differs"
+
+
+def _parameters_of(update: Update, names: dict[int, str]) -> list[str]:
+    held = [id(p) for m in modules_of(update.fn) for p in m._parameters.values()]
+    return [names[key] for key in held if key in names]
+
+
+def _noise(t: Tensor) -> float:
+    """Gradients this much smaller than all of them together are rounding errors, like that of a bias before a BatchNorm."""
+    return min(10 * torch.finfo(t.dtype).eps / tolerance(t), 0.05)
+
+
+# -- drift -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """An update: how far its recovered sources are from the true ones."""
+
+    index: int
+    update: str
+    absolute: float  # the largest difference
+    relative: float  # the norm of the difference against that of the true ones
+    gradient: float | None  # relative error of the gradients of its own parameters, if it has any
+    program: str = ""  # name in the net
+
+
+@dataclass
+class Drift:
+    """What `rg.check.drift` measured. `print` it for a table."""
+
+    rows: list[Row]
+    gradient_error: float  # of all gradients as one vector, relative to memory="store"
+
+    @property
+    def worst(self) -> Row:
+        """The update whose sources are furthest off."""
+        return max(self.rows, key=lambda row: row.relative)
+
+    def __str__(self) -> str:
+        said = f"relative error of all gradients against memory='store': {short(self.gradient_error)}"
+        if not self.rows:
+            return f"{said}\nno fn ran twice, so nothing was recovered"
+        shown = self._shown()
+        texts = [f"{row.program and row.program + ', '}{row.index}: {row.update}" for row in shown]
+        width = max(map(len, texts))
+        lines = [f"{'update':<{width}}  {'absolute':>9}  {'relative':>9}  {'gradients':>9}"]
+        for text, row in zip(texts, shown, strict=True):
+            figures = "".join(f"  {short(number):>9}" for number in (row.absolute, row.relative, row.gradient))
+            lines.append(f"{text:<{width}}{figures}{'  worst' if row is self.worst and row.relative else ''}")
+        left_out = [f"{len(shown)} of {len(self.rows)} updates, all in .rows"] if len(shown) < len(self.rows) else []
+        return "\n".join([said, *lines, *left_out])
+
+    def _shown(self) -> list[Row]:
+        """All rows, or some twenty of them and the worst."""
+        last = len(self.rows) - 1
+        numbers = (
+            range(last + 1) if last < 24 else sorted({round(i * last / 19) for i in range(20)} | {self.rows.index(self.worst)})
+        )
+        return [self.rows[i] for i in numbers]
+
+    def plot(self, path: str | Path) -> None:
+        """Draw it as a PNG; needs matplotlib (pip install retrograde[cli])."""
+        from ..bench.drift_curve import draw_updates
+
+        draw_updates(self, Path(path))
+
+
+def short(number: float | None) -> str:
+    return "–" if number is None else f"{number:.1e}" if number else "0"
+
+
+def drift(net: nn.Module, /, *inputs: Any, **side: Any) -> Drift:
+    """How far the recovered sources of each update are from the true ones, under memory="reverse" and the net's own arithmetic.
+
+    There is a row for each update that ran twice. Nothing is left changed, as with `gradients`.
+
+    >>> import torch, retrograde as rg
+    >>> net = rg.ReversibleSequence([(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)], arithmetic="exact")
+    >>> found = rg.check.drift(net, torch.randn(2, 4))
+    >>> found.worst.absolute, found.gradient_error
+    (0.0, 0.0)
+    """
+    trial = Trial(net, inputs, side)
+    own = trial.run("reverse")
+    mine, true = own.need(), trial.run("store").need()
+    names = {id(p): name for name, p in net.named_parameters() if p.requires_grad}
+    rows: dict[Any, Row] = {}
+    for t in reversed(own.twice):
+        held = _parameters_of(t.update, names)
+        error = vector_error({name: mine[name] for name in held}, true) if held else None
+        row = Row(t.index, str(t.update), t.absolute, t.relative, error, t.program)
+        key = t.program, t.where
+        if key not in rows or rows[key].relative < t.relative:  # a program that is called twice has its updates once
+            rows[key] = row
+    return Drift(list(rows.values()), vector_error(mine, true))
