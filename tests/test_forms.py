@@ -9,9 +9,8 @@ import torch
 from support import WIDTH, assert_same, draw, gradients, loss_of, mlps, rg
 from torch import nn
 
-from retrograde import memory as policies
-from retrograde._compile import fns as forms
-from retrograde._engine import budget as purse
+from retrograde._engine import budget
+from retrograde._engine import lean as form
 from retrograde.bench.meter import LiveBytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own
@@ -44,13 +43,13 @@ def net_of(blocks=4, **options):
 
 def chosen(net, x):
     """How many updates are reversed, stored in the lean form, stored in full, once that is known; gradients equal store's."""
-    net._program_for({}).learned.clear()
+    net._program_for({}).notes.setdefault("learned", {}).clear()
     plain = copy.deepcopy(net)
     plain.memory = "store"
     true = gradients(lambda: plain(x), [x, *plain.parameters()])
     for _ in range(4):
         assert_same(gradients(lambda: net(x), [x, *net.parameters()]), true)
-    (learned,) = net._program_for({}).learned.values()
+    (learned,) = net._program_for({}).notes.setdefault("learned", {}).values()
     count = 2 * len(net.blocks)
     return count - learned.stored, learned.stored - learned.full, learned.full
 
@@ -59,7 +58,7 @@ def test_recomputations_leave_the_thread_in_its_form():
     net = rg.compile_fns(rg.ReversibleSequence([tuple(mlps(2)) for _ in range(3)], memory=rg.Budget(2_500)), backend="eager")
     for _ in range(2):  # the full form, the lean one
         loss_of(net(draw())).backward()
-        assert not forms._LOCAL.lean
+        assert not form._LOCAL.lean
 
 
 def test_a_budget_takes_the_lean_form_first_and_the_full_one_where_there_is_room():
@@ -67,7 +66,7 @@ def test_a_budget_takes_the_lean_form_first_and_the_full_one_where_there_is_room
     x = draw(16, WIDTH)
     net.memory = rg.Budget(1 << 40)
     assert chosen(net, x) == (0, 0, 8)
-    (learned,) = net._program_for({}).learned.values()
+    (learned,) = net._program_for({}).notes.setdefault("learned", {}).values()
     full, lean = map(sum, learned.sizes)
     assert lean < full / 2
     around = 2 * 2 * x.nbytes + learned.largest
@@ -159,17 +158,17 @@ def test_auto_takes_what_is_free(monkeypatch):
     wanted = [x, *net.parameters()]
     true = gradients(lambda: plain(x), [x, *plain.parameters()])
     limits = []
-    real = purse.Purse.__init__
+    real = budget.Purse.__init__
 
     def noted(self, limit, *more):
         limits.append(limit)
         real(self, limit, *more)
 
-    monkeypatch.setattr(purse.Purse, "__init__", noted)
+    monkeypatch.setattr(budget.Purse, "__init__", noted)
     assert_same(gradients(lambda: net(x), wanted), true)
     assert limits[-1] > 1 << 20
     for free in (90_000, 200_000):  # the least that was seen stays
-        monkeypatch.setattr(policies, "free_bytes", lambda *_, free=free: free)
+        monkeypatch.setattr(budget, "free_bytes", lambda *_, free=free: free)
         assert_same(gradients(lambda: net(x), wanted), true)
         assert limits[-1] == 90_000
 
@@ -178,10 +177,10 @@ def test_auto_leaves_room_for_gradients():
     net = net_of(4)
     x = draw(2, WIDTH)
     program = net._program_for({})
-    before = policies.free_bytes(program, [x])
+    before = budget.free_bytes(program, [x])
     big = nn.Linear(8192, 8192)
     other = rg.Reversible([rg.Update("a", big, "b")]).program
-    assert policies.free_bytes(other, [x]) < before - big.weight.nbytes // 2
+    assert budget.free_bytes(other, [x]) < before - big.weight.nbytes // 2
 
 
 def test_other_words_are_refused():
@@ -202,7 +201,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("rows", [[64], [2, 64]], ids=str)
 def test_dropout_is_the_same_in_both_directions(backend, rows, monkeypatch):
     """The gradient of a linear function with dropout tells its mask; torch's partitioner would draw another one in backward."""
-    monkeypatch.setattr(purse.Learned, "_choose", lambda self, *_: setattr(self, "stored", 1))  # in the lean form
+    monkeypatch.setattr(budget.Learned, "_choose", lambda self, *_: setattr(self, "stored", 1))  # in the lean form
     net = rg.Reversible([rg.Update("a", Scaled(0.5), "b")], memory=rg.Budget(1 << 30), arithmetic="float")
     rg.compile_fns(net, backend=backend)
     for _ in range(4):
@@ -248,7 +247,7 @@ def test_a_program_inside_of_a_lean_function_runs_in_its_own_form(memory):
 def test_a_program_that_is_run_again_does_not_change_its_plan(limit, monkeypatch):
     """The inner program learns and the free memory shrinks while the outer one runs it again."""
     free = iter([*[1 << 40] * 10, *[1 << 39] * 10])  # less in the third pass, when the inner one is run again
-    monkeypatch.setattr(policies, "free_bytes", lambda *_: next(free))
+    monkeypatch.setattr(budget, "free_bytes", lambda *_: next(free))
     inner = Inner(memory=rg.Budget(limit))
     same_as_store(rg.ReversibleSequence([(inner, Chain()), (Chain(), inner)]), draw(5, WIDTH))
 
@@ -296,7 +295,7 @@ def test_what_changes_sizes_is_learned_anew(change):
     rg.compile_fns(net, backend="eager")
     side = {"context": draw(5, WIDTH, grad=False), "whole": False}
     x = draw()
-    learned = net._program_for(side).learned
+    learned = net._program_for(side).notes.setdefault("learned", {})
     for _ in range(3):
         net(x, **side)
     assert [len(one.sizes) for one in learned.values()] == [2]
@@ -315,7 +314,7 @@ def test_no_more_is_kept_than_some_sizes():
     )
     for rows in range(2, 400):
         net(torch.ones(rows, 2, requires_grad=True))
-    learned = net._program_for({}).learned
+    learned = net._program_for({}).notes.setdefault("learned", {})
     assert 50 < len(learned) < 300
     net.blocks[0].f._compiled_call_impl = net.blocks[0].g._compiled_call_impl = None
     learned.clear()
@@ -326,7 +325,7 @@ def test_no_more_is_kept_than_some_sizes():
 def test_auto_is_not_held_to_what_was_too_little(monkeypatch):
     net = net_of(1, memory=rg.Budget("auto"))
     x = draw()
-    monkeypatch.setattr(policies, "free_bytes", lambda *_: 1)
+    monkeypatch.setattr(budget, "free_bytes", lambda *_: 1)
     with pytest.raises(rg.ProgramError, match="too small"):
         net(x)
     monkeypatch.undo()
@@ -338,7 +337,7 @@ def test_a_net_that_has_learned_can_be_copied():
     for _ in range(3):
         net(draw())
     twin = pickle.loads(pickle.dumps(copy.deepcopy(net)))
-    assert not twin._program_for({}).learned
+    assert not twin._program_for({}).notes
     same_as_store(twin, draw(), 1)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "retrograde"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-FILES = [path for folder in (".", "compat", "models", "training") for path in sorted((SOURCE / folder).glob("*.py"))]
+FOLDERS = (".", "_base", "_exact", "_engine", "_compile", "compat", "models", "training")
+FILES = [path for folder in FOLDERS for path in sorted((SOURCE / folder).glob("*.py"))]
 CLASSES = {
     "RetrogradeError",
     "ProgramError",

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from ._base.pytrees import tensors
 from .errors import ProgramError, unknown
@@ -118,17 +114,3 @@ def plan(memory: Any, count: int, streams: Mapping[str, Any]) -> list[Stretch]:
     """The stretches of a program of `count` updates."""
     memory = settled(check_memory(memory), list(streams.values()))
     return [(memory, count, None)] if isinstance(memory, str) else memory.plan(count)
-
-
-def free_bytes(program: Any, streams: list[Tensor]) -> int:
-    """What activations may take on the device of the streams, as far as can be told now."""
-    device = streams[0].device
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    elif device.type == "cpu" and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        raise ProgramError(f"rg.Budget('auto') does not know how much is free on {device}. Give a number of bytes")
-    own = {id(p): p for update in program.updates if isinstance(update.fn, nn.Module) for p in update.fn.parameters()}
-    missing = sum(p.nbytes for p in own.values() if p.requires_grad and p.grad is None)
-    return max(1, int(0.9 * (free - missing)))

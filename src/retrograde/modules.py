@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._base import tracing
 from ._base.pytrees import each, flatten, unflatten
-from ._compile.fullgraph import make_plan
-from ._compile.fullgraph_check import at_trace_time, key_of, named, refuse, whole_graph
+from ._base.tracing import at_trace_time, key_of, named, refuse, whole_graph
 from ._engine.run import invert, run
 from ._engine.verify import check_verify
 from ._exact.choose import check_arithmetic
@@ -314,7 +314,7 @@ class ReversibleSequence(Net):
 
 @at_trace_time
 def _prepare(net: str, names: tuple[str, ...], _: tuple[Any, ...]) -> bool:
-    make_plan(named(net)._program_for(dict.fromkeys(names)))
+    tracing.fullgraph.make_plan(named(net)._program_for(dict.fromkeys(names)))
     return True
 
 

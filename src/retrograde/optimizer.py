@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ._base.torch_private import active_ddp, at_end_of_backward
+from ._engine.run import before_each_run
 from ._engine.walks import needed
 from .errors import ProgramError
 
@@ -68,6 +69,8 @@ class StepInBackward:
         self._refuse_taken(parameters)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(self._refuse_step)]
         me = weakref.ref(self)
+        if _refuse_ddp not in before_each_run:
+            before_each_run.append(_refuse_ddp)
 
         def step(p: Tensor) -> None:  # the collector does not look into these hooks: the other one keeps self alive
             owner = me()
@@ -139,7 +142,7 @@ class StepInBackward:
                 if all(q is not one for one in self._waiting):
                     self._step_alone(q)
             if self._waiting and not waited:
-                torch.autograd.Variable._execution_engine.queue_callback(self._step_the_rest)  # type: ignore[attr-defined]
+                at_end_of_backward(self._step_the_rest)
 
     def _step_the_rest(self) -> None:
         with self._lock:
@@ -165,11 +168,11 @@ class StepInBackward:
             )
 
 
-def refuse_ddp(modules: Iterable[Module]) -> None:
+def _refuse_ddp(modules: Iterable[Module]) -> None:
     """For a program that DistributedDataParallel calls, if some optimizer steps its parameters inside backward."""
     if not len(_OWNER) or not torch.distributed.is_available():
         return
-    ddp = DistributedDataParallel._active_ddp_module
+    ddp = active_ddp()
     if ddp is None or torch.distributed.get_world_size(ddp.process_group) == 1:
         return
     if any(p is not None and p in _OWNER for module in modules for p in module._parameters.values()):

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._base.pytrees import each, leaf_mismatch, mismatch, tensors
-from ._exact import choose as arithmetic
-from ._exact.streams import Exact
+from ._base.pytrees import Carried, each, leaf_mismatch, mismatch, tensors
 from .errors import ProgramError
 
 _LARGEST = 4096  # denominator of a factor that exact arithmetic multiplies by
@@ -56,12 +54,12 @@ class Add(Rule):
     def apply(self, target: Any, out: Any) -> Any:
         if type(target) is type(out) is Tensor and target.dtype is out.dtype:  # as a rule
             return target + out
-        return arithmetic.plus(target, out)
+        return _plus(target, out)
 
     def undo(self, target: Any, out: Any) -> Any:
         if type(target) is type(out) is Tensor and target.dtype is out.dtype:
             return target - out
-        return arithmetic.plus(target, out, -1)
+        return _plus(target, out, -1)
 
     def mismatch(self, target: Any, out: Any) -> str | None:
         alike = type(target) is type(out) is Tensor and target.dtype is out.dtype is not torch.bool
@@ -69,7 +67,17 @@ class Add(Rule):
             return None
         if isinstance(target, Tensor):
             return leaf_mismatch(target, out)
-        return mismatch(target.outline() if isinstance(target, Exact) else target, out)
+        return mismatch(target.outline() if isinstance(target, Carried) else target, out)
+
+
+def _plus(target: Any, out: Any, sign: int = 1) -> Any:
+    """`target + out`, or minus for sign -1, in the stream's own dtype, as `target += out` would leave it."""
+    if isinstance(target, Tensor):
+        total = target + out if sign > 0 else target - out
+        return total if total.dtype == target.dtype else total.to(target.dtype)
+    if isinstance(target, Carried):
+        return target.plus(out, sign)
+    return each(lambda a, b: _plus(a, b, sign), target, out)
 
 
 class Affine(Rule):
@@ -134,17 +142,17 @@ class Momentum(Rule):
                 self.product = near.numerator, near.denominator
 
     def apply(self, target: Any, out: Any) -> Any:
-        if isinstance(target, Exact):
+        if isinstance(target, Carried):
             return target.drawn_to(out, *self.product)  # type: ignore[misc]
         return each(lambda t, o: torch.lerp(t, o.to(t.dtype), 1 - self.gamma), target, out)
 
     def undo(self, target: Any, out: Any) -> Any:
-        if isinstance(target, Exact):
+        if isinstance(target, Carried):
             return target.drawn_to(out, *self.product, undo=True)  # type: ignore[misc]
         return each(lambda t, o: torch.lerp(t, o.to(t.dtype), 1 - 1 / self.gamma), target, out)
 
     def mismatch(self, target: Any, out: Any) -> str | None:
-        target = target.outline() if isinstance(target, Exact) else target
+        target = target.outline() if isinstance(target, Carried) else target
         if not _continuous(target):
             return "momentum is for streams of floating point"
         return mismatch(target, out)

@@ -9,9 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._base.pytrees import flatten
-from ._compile.fullgraph_check import key_of
-from ._engine.budget import Learned
-from ._exact.choose import exact_targets
+from ._base.tracing import key_of
 from .errors import ProgramError, at
 from .rules import Add, Inverted, Rule
 
@@ -113,16 +111,12 @@ class Program:
         self.takes_all = any(update.takes is ALL for update in self.updates)
         self.changing = {update.target for update in self.updates}
         self.components = self._components()
-        self.exact, self.inexact = exact_targets(self.updates)
-        self.multiplied = {update.target for update in self.updates if (update.rule.linear or (1,))[0] != 1}
         self.key = key_of(self)
-        self.plan: Any = None  # of a trace (traced.py)
         self.back: Program | None = None  # the inverse, once it was asked for
-        self.learned: dict[Any, Learned] = {}  # under a budget, by its size and the shapes of the streams
-        self.warned = False  # of drift, once
+        self.notes: dict[str, Any] = {}  # what the engine has found out about these updates
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state | {"key": key_of(self), "plan": None, "back": None, "learned": {}}  # a copy is another program
+        self.__dict__ = state | {"key": key_of(self), "back": None, "notes": {}}  # a copy is another program
 
     def _components(self) -> list[str]:
         """For each update a name that it shares with just those updates whose streams are connected with its own."""

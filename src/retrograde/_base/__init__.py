@@ -1,0 +1,1 @@
+"""What everything else stands on: trees of tensors, the modules of a function, torch's private names."""

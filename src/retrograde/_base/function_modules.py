@@ -17,15 +17,6 @@ _PLAIN = (int, float, complex, str, bytes, type(None), type, types.ModuleType, T
 STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # attributes of every module
 
 
-def home_of(t: Tensor) -> int:
-    """What tensors that share memory have in common."""
-    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
-
-
-def version_of(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
-
-
 class Around(nn.Module):
     """A module of ours around a function of the user's."""
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from .._compile.fullgraph_check import at_trace_time
+from .torch_private import TreeSpec, tree_flatten, tree_unflatten
+from .tracing import at_trace_time
 
 
 class Carried:
@@ -19,6 +19,18 @@ class Carried:
 
     def __init__(self, made: list[Tensor], form: Any):
         self.made, self.form = made, form
+
+    def plus(self, out: Any, sign: int) -> Any:
+        """The stream with `out` added or subtracted."""
+        raise NotImplementedError
+
+    def drawn_to(self, out: Any, n: int, d: int, undo: bool = False) -> Any:
+        """n/d of the stream and the rest of `out`; or that undone."""
+        raise NotImplementedError
+
+    def outline(self) -> Any:
+        """A tree of tensors that have the stream's shapes."""
+        raise NotImplementedError
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:

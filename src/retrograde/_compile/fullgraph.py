@@ -19,12 +19,13 @@ from .. import errors
 from .. import memory as policies
 from .._base.function_modules import Held
 from .._base.pytrees import dense, flatten, tensors, unflatten
-from .._exact.choose import check_arithmetic, exact_streams, held_in_sixteen_bits, refuse_growth
+from .._base.tracing import at_trace_time, named, refuse
+from .._exact.choose import check_arithmetic, exact_streams, held_in_sixteen_bits, refuse_growth, targets_of
 from .._exact.range import Ledger
 from .._exact.streams import carried, read
 from ..update import Program, Update
 from .fullgraph_backward import backward, call
-from .fullgraph_check import at_trace_time, check_update, named, note_given, note_made, refuse, second_run, transformed
+from .fullgraph_check import check_update, note_given, note_made, second_run, transformed
 
 
 class Plan:
@@ -90,15 +91,16 @@ def _prepare(key: str | None, streams: tuple[str, ...], side: tuple[str, ...]) -
 def make_plan(program: Program) -> None:
     """Its plan; the same object as long as it holds, as traces depend on it."""
     plan = Plan(program)
-    if program.plan is None or vars(program.plan) != vars(plan):
-        program.plan = plan
+    targets_of(program)
+    if "plan" not in program.notes or vars(program.notes["plan"]) != vars(plan):
+        program.notes["plan"] = plan
 
 
 def run(program: Any, streams: Any, side: Any, memory: Any, arithmetic: str) -> dict[str, Any]:
     """`rg.run`, inside a trace."""
     side = dict(side or {})
     _prepare(program.key if isinstance(program, Program) else None, tuple(streams), tuple(side))
-    plan = program.plan
+    plan = program.notes["plan"]
     check_arithmetic(arithmetic)
     inside = second_run() or transformed() or not torch.is_grad_enabled()
     state = {name: dense(value) if name in plan.names and not inside else value for name, value in streams.items()}

@@ -5,59 +5,25 @@ Everything here runs while the compiler traces the program, before there is any 
 
 from __future__ import annotations
 
-import itertools
 import sys
-import types
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from .._base.torch_private import TorchDispatchMode, tree_leaves, tree_map
+from .._base.tracing import at_trace_time
 from .._engine.cuda_graph import draws
-from ..errors import ProgramError, ReplayError
+from ..errors import ReplayError
 
-F = TypeVar("F", bound=Callable[..., Any])
 _REGIONAL = "Compile without fullgraph=True, or compile the functions one by one: rg.compile_fns(net)"
 # Parts of the names of torch's functions that may draw random numbers; whether one does is then seen by calling it.
 _SUSPECTS = (
     "attention", "bernoulli", "binomial", "cauchy", "dirichlet", "drop", "exponential", "fractional", "gamma", "geometric", "gru",
     "gumbel", "lowrank", "lstm", "multinomial", "normal", "poisson", "rand", "rnn", "rrelu", "sample", "uniform",
 )  # fmt: skip
-
-
-def at_trace_time(fn: F) -> F:
-    """The function runs as it is while its caller is traced; its arguments and its result are constants there."""
-    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does
-    return fn
-
-
-def untraced(make: Callable[..., Any]) -> Callable[..., Any]:
-    """For a function that makes hooks: torch.compile leaves them alone, though they are called from inside compiled functions."""
-    compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
-    skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
-    for code in make.__code__.co_consts:
-        if isinstance(code, types.CodeType):
-            compiler.set_code_exec_strategy(code, skip)
-    return make
-
-
-_NAMED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_COUNT = itertools.count()
-
-
-def key_of(thing: Any) -> str:
-    """A new name for an object, by which functions at trace time find it with `named`: all they are handed is constants."""
-    key = f"{type(thing).__name__} {next(_COUNT)}"
-    _NAMED[key] = thing
-    return key
-
-
-def named(key: str) -> Any:
-    return _NAMED[key]
 
 
 _GIVEN: dict[Any, bool] = {}  # the nodes of the arguments of the Function that is traced, and whether its backward needs them
@@ -70,14 +36,6 @@ def _output() -> Any:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output
-
-
-@at_trace_time
-def whole_graph() -> bool:
-    """Whether the compiler must not leave the trace, as `fullgraph=True` says."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    return bool(InstructionTranslator.current_tx().one_graph)
 
 
 @at_trace_time
@@ -138,11 +96,6 @@ def second_run(step: int = 0) -> bool:
 def transformed() -> bool:
     """Whether the trace is inside a transform of torch.func, which knows no Functions of a trace."""
     return torch._C._are_functorch_transforms_active()
-
-
-@at_trace_time
-def refuse(message: str, where: str | None = None) -> None:
-    raise ProgramError(message, where)
 
 
 @at_trace_time

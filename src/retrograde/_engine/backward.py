@@ -32,15 +32,15 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from .._base.function_modules import version_of
 from .._base.pytrees import detached, each, flatten, tensors, unflatten
-from .._compile.fns import use_lean
-from .._exact.streams import Exact
+from .._base.torch_private import at_end_of_backward, graph_task, keeps_graph, pop_hooks, push_hooks, version_of
+from .._exact.streams import Exact, Form
 from ..update import Update
 from .budget import Purse
 from .call import Streams, apply, call, fitting, observe, put_on, sources_of
 from .context import Context
 from .cuda_graph import Drawn
+from .lean import use_lean
 from .module_state import ModuleState
 from .nodes import keep, vault
 from .recompute import recompute, versions_of
@@ -50,10 +50,6 @@ from .walks import Walk, enrol, retire
 
 _at_end, _meta = itemgetter(3), attrgetter("meta")
 _target, _sources = attrgetter("update.target"), attrgetter("update.sources")
-_task = torch._C._current_graph_task_id
-_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _PATIENCE = 600.0  # seconds
 _LOCK = threading.RLock()  # one recomputation at a time: random states and the slots of modules belong to the whole process
 
@@ -106,12 +102,12 @@ class Run:
         self.live = live
         form = use_lean(self.lean)  # a program may be inside of a fn in the other form
         try:
-            _push_hooks(pack, self.unpacker(record))
+            push_hooks(pack, self.unpacker(record))
             try:
                 with modules.watching():
                     out, applied = self.first(record, state, sources, target, drawn)
             finally:
-                _pop_hooks()
+                pop_hooks()
             modules.after(live)
             bought = self.purse is not None and self.purse.buys(record, record.where, tensors(target))
             if bought or not modules.repeatable:
@@ -228,6 +224,7 @@ class Run:
         """A new walk from the kept streams, for the graph task that is running."""
         rest, state = iter(saved), {}
         for name, count, spec in self.layout:
+            spec = spec.unchecked() if isinstance(spec, Form) else spec
             state[name] = unflatten([next(rest).detach() for _ in range(count)], spec)
         at = 0 if self.keeps_sources else len(self.records)
         walk = Walk(state, self.context.side_again(rest), at, self.thread, self.records)
@@ -235,14 +232,14 @@ class Run:
 
     def entered(self, walk: Walk, saved: list[Tensor]) -> Walk:
         """The walk as that of the graph task that is running, if one is."""
-        task = _task()
+        task = graph_task()
         if task >= 0:
             self.walks[task] = walk
             enrol(walk)
             if saved and (self.scattered or torch.is_grad_enabled()):  # create_graph: later tasks may come without a Keep node
                 count = sum(number for _, number, _ in self.layout)
                 self.stash = [(t.detach() if i < count else t, version_of(t)) for i, t in enumerate(saved)]
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self.end, task, _keep_graph()))  # type: ignore[attr-defined]
+            at_end_of_backward(partial(self.end, task, keeps_graph()))
         return walk
 
     def end(self, task: int, kept: bool) -> None:
@@ -275,7 +272,7 @@ class Run:
         if not _LOCK.acquire(False) and not _LOCK.acquire(timeout=_PATIENCE):
             raise errors.stuck(record.where)
         try:
-            walk = self.walks.get(_task())
+            walk = self.walks.get(graph_task())
             if walk is None or walk.at < number or not walk.state:
                 walk = self.another(number)
             elif walk.versions is not None and walk.versions != versions_of(walk.state):
@@ -287,7 +284,7 @@ class Run:
             try:
                 record.ready = self.down(walk, number)
             except BaseException:
-                self.walks.pop(_task(), None)
+                self.walks.pop(graph_task(), None)
                 walk.leave()
                 raise
             walk.filled = record

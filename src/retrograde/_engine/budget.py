@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._base.function_modules import home_of
-from .._compile.fullgraph_check import untraced
-from ..errors import BudgetTooSmall
+from .._base.torch_private import home_of
+from .._base.tracing import untraced
+from ..errors import BudgetTooSmall, ProgramError
 
 
 class Learned:
@@ -109,3 +110,17 @@ class Purse:
                     del self.holders[key]
                     self.total -= size
         return self.base + self.total + self.largest + extra <= self.limit
+
+
+def free_bytes(program: Any, streams: list[Tensor]) -> int:
+    """What activations may take on the device of the streams, as far as can be told now."""
+    device = streams[0].device
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    elif device.type == "cpu" and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        raise ProgramError(f"rg.Budget('auto') does not know how much is free on {device}. Give a number of bytes")
+    own = {id(p): p for update in program.updates if isinstance(update.fn, nn.Module) for p in update.fn.parameters()}
+    missing = sum(p.nbytes for p in own.values() if p.requires_grad and p.grad is None)
+    return max(1, int(0.9 * (free - missing)))

@@ -148,6 +148,6 @@ def fitting(index: int, update: Update, target: Any, out: Any) -> Any:
     why = update.rule.mismatch(target, out)
     if why:
         raise errors.ProgramError(f"{why}. Let fn return what the rule can apply to the target", errors.at(index, update))
-    if isinstance(target, Exact):
+    if isinstance(target, Exact) and target.form.ledger is not None:
         target.form.ledger.index = index
     return out

@@ -6,17 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import errors
 from .._base.function_modules import Held
 from .._base.pytrees import tensors
+from .._base.torch_private import tree_flatten, tree_unflatten
 from ..update import Program
 from .call import Streams
 from .cuda_graph import capturing
-from .generators import Draws, generators
 from .module_state import ModuleState
-from .replay import modes
+from .replay import Draws, generators, modes
 from .verify import Verification
 
 _HOLE = object()

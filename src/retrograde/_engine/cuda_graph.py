@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .. import errors
-from .._base.function_modules import home_of
+from .._base.torch_private import TorchDispatchMode, home_of, schema_of, tree_leaves
 
 
 def capturing() -> bool:
@@ -27,8 +25,8 @@ def draws(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operation draws from a generator; attention without dropout, or dropout in evaluation, does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    given |= dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    given = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()}
+    given |= dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | kwargs
     if any(given.get(key) == 0 for key in ("dropout_p", "dropout", "p") if key in given):
         return False
     return all(given.get(key) is not False for key in ("train", "training", "is_training"))
@@ -79,15 +77,15 @@ class DrawnAgain(TorchDispatchMode):
         for t, value in zip(written, made, strict=False):
             t.copy_(value)
         found = written if _returns_what_it_writes(func) else [t.clone() if edited else t.detach() for t in made[len(written) :]]
-        return found[0] if len(func._schema.returns) == 1 else tuple(found)
+        return found[0] if len(schema_of(func).returns) == 1 else tuple(found)
 
 
 def _returns_what_it_writes(func: Any) -> bool:
-    return any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
+    return any(r.alias_info is not None and r.alias_info.is_write for r in schema_of(func).returns)
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an operation writes to."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | kwargs
+    names = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
     return [given[name] for name in names if isinstance(given.get(name), Tensor)]

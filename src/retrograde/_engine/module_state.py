@@ -23,7 +23,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
 from .. import errors
-from .._base.function_modules import Around, Held, home_of, parts, version_of
+from .._base.function_modules import Around, Held, parts
+from .._base.torch_private import home_of, version_of
 
 _NOBODY = contextlib.nullcontext()
 _MISSING = object()  # no such slot

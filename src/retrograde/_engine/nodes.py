@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_task = torch._C._current_graph_task_id
-_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+from .._base.torch_private import graph_task, keeps_graph, quick_apply
 
 
 class Vault(torch.autograd.Function):
@@ -35,9 +34,9 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if _task() not in ctx.run.walks:
+        if graph_task() not in ctx.run.walks:
             ctx.run.begin(ctx.run.top())
-        if not _keep_graph():
+        if not keeps_graph():
             ctx.vault = None  # as autograd lets go of what a node has saved
         return None, None, grad
 
@@ -57,11 +56,11 @@ class Source(torch.autograd.Function):
         return None, None
 
 
-# What `apply` itself calls when it has found that no transform is around: here none ever is.
-_vault = super(torch.autograd.Function, Vault).apply  # type: ignore[attr-defined]
-keep = super(torch.autograd.Function, Keep).apply  # type: ignore[attr-defined]
+# Here no transform is ever around.
+_vault = quick_apply(Vault)
+keep = quick_apply(Keep)
 _NOTHING = torch.empty(0, requires_grad=True)
-_source = super(torch.autograd.Function, Source).apply  # type: ignore[attr-defined]
+_source = quick_apply(Source)
 
 
 def vault(saved: list[Tensor]) -> Tensor:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import errors
-from .._base.function_modules import version_of
 from .._base.pytrees import tensors
-from .._compile.fns import use_lean
+from .._base.torch_private import keeps_graph, pop_hooks, push_hooks, set_grad, version_of
 from .call import Streams, apply, call, observe, put_on
 from .context import Context
 from .cuda_graph import DrawnAgain
+from .lean import use_lean
 from .record import Record, check_captured, difference_of, look, packer, reader, version
 from .replay import recomputing
 from .sketch import take
 from .walks import Walk
-
-_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks  # type: ignore[attr-defined]
-_set_grad = torch._C._set_grad_enabled
 
 
 def versions_of(state: Streams) -> list[int]:
@@ -48,11 +42,11 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
         present = context.draws.again(drawn_before)
         try:
             sources = record.sources_again(walk.state)
-            _push_hooks(packer(store, []), reader(store, record))
+            push_hooks(packer(store, []), reader(store, record))
             try:
                 row, out, target = _run(walk, record, context, sources, swap)
             finally:
-                _pop_hooks()
+                pop_hooks()
         finally:
             difference = context.draws.settle(drawn_after, present)
             swap.undo()
@@ -87,9 +81,9 @@ def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap:
         if why := rule.mismatch(target, out):
             raise errors.other_path(record.where, why)
         apart = swap.apart() if rule.saves and swap.out else None  # what undo does to buffers, apply must not see
-        _set_grad(False)
+        set_grad(False)
         target, row = put_on(index, update, target, out, table, back=True, known=record.kept)
-        _set_grad(True)  # after an error, `recomputing` sees to it
+        set_grad(True)  # after an error, `recomputing` sees to it
         if apart is not None:
             apart.undo()
         state[update.target] = target
@@ -113,6 +107,6 @@ def _stored(walk: Walk, record: Record) -> list[Tensor | None]:
     if walk.at > record.number:
         walk.state[record.update.target] = record.before
     walk.at, walk.versions = record.number, None
-    if record.modules.repeatable and not _keep_graph():
+    if record.modules.repeatable and not keeps_graph():
         record.values = record.before = None  # the walk has them now; asked for again, fn runs again
     return values

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from .. import errors
-from .._base.function_modules import home_of
 from .._base.pytrees import each, flatten, tensors, unflatten, with_strides
-from .._compile.fullgraph_check import untraced
+from .._base.torch_private import home_of
+from .._base.tracing import untraced
 from .._exact.streams import read
 from ..update import Update
 from .call import Streams

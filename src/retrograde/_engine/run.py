@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,23 +13,24 @@ from torch import Tensor
 
 from .. import errors
 from .. import memory as policies
+from .._base import tracing
 from .._base.function_modules import Held
 from .._base.pytrees import dense, each, tensors
-from .._compile import fullgraph as traced
-from .._compile.fns import looks, two_forms, use_lean
-from .._compile.fullgraph_check import at_trace_time, named, whole_graph
+from .._base.torch_private import in_forward_mode, in_transform, outside_traces, under_hooks
+from .._base.tracing import at_trace_time, named, whole_graph
 from .._exact.choose import check_arithmetic, exact_streams, refuse_growth
 from .._exact.range import Ledger
 from .._exact.streams import Exact, carried, read
-from ..optimizer import refuse_ddp
 from ..update import Program, Update
+from . import budget
 from .backward import Run
 from .budget import Learned, Purse
 from .call import Streams, apply, call, fitting, observe, sources_of
 from .context import Context
+from .lean import looks, two_forms, use_lean
 from .verify import check_verify, settle
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+before_each_run: list[Callable[[Iterable[Any]], None]] = []  # called with the modules of a program: who adds one may refuse it
 _SIZES = 256  # so many inputs of different sizes are remembered
 
 
@@ -58,7 +59,7 @@ def run(
         memory = "store"  # there is no backward pass
     if torch.compiler.is_dynamo_compiling():
         if whole_graph():
-            return traced.run(updates, streams, side, memory, arithmetic)
+            return tracing.fullgraph.run(updates, streams, side, memory, arithmetic)
         return _outside_trace(updates, streams, side, memory, arithmetic, verify)
     return _run(updates, streams, side, memory, arithmetic, verify)
 
@@ -88,7 +89,7 @@ def _inverse_at_trace_time(program: str) -> bool:
     return True
 
 
-@torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]  # imports the compiler when called: only in a trace
+@outside_traces
 def _outside_trace(*args: Any) -> Streams:
     return _run(*args)
 
@@ -136,7 +137,8 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
         stretches = [("store", len(program.updates), None)]
     needed = any(kind != "store" for kind, _, _ in stretches)
     held = [Held(update.fn, update.rule) for update in program.updates] if needed or arithmetic == "auto" else []
-    refuse_ddp(module for one in held for module in one.modules)
+    for refuse in before_each_run:
+        refuse(module for one in held for module in one.modules)
     exact = exact_streams(arithmetic, program, state, held)
     ledger = Ledger(program.updates, list(exact))
     for ledger.index, name in enumerate(exact, len(program.updates)):
@@ -174,7 +176,7 @@ def _distinct(state: Streams, side: Streams) -> Streams:
 
 
 def _transformed() -> bool:
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return in_transform() or in_forward_mode()
 
 
 # -- the kinds of stretches --------------------------------------------------------------------------------------------
@@ -230,21 +232,22 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
         _walkable(program, indices, state, context, purse=Purse(limit, streams, room))
         return False
     key = (limit, room, len(indices), *context.looks(streams), *(looks(program) if forms else ()))
-    learned = program.learned.setdefault(key, Learned())
-    while len(program.learned) > _SIZES:
-        program.learned.pop(next(iter(program.learned)), None)
+    known: dict[Any, Learned] = program.notes.setdefault("learned", {})
+    learned = known.setdefault(key, Learned())
+    while len(known) > _SIZES:
+        known.pop(next(iter(known)), None)
     if isinstance(limit, str):
-        free = policies.free_bytes(program, streams)
+        free = budget.free_bytes(program, streams)
         if learned.free is None or free < learned.free:  # what fitted may not fit now
-            program.learned[key] = learned = Learned(free)
+            known[key] = learned = Learned(free)
         limit = learned.free or free
-    learns = forms and _top_hooks(False) is None  # under hooks it may be run again, and must not have another plan then
+    learns = forms and not under_hooks()  # under hooks it may be run again, and must not have another plan then
     if not learns or len(learned.sizes) < 2:
         purse = Purse(limit, streams, room)
         try:
             _walkable(program, indices, state, context, purse=purse, lean=learns and len(learned.sizes) == 1)
         except BaseException:
-            program.learned.pop(key, None)
+            known.pop(key, None)
             raise
         if learns:
             learned.look_at(purse)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .._base.pytrees import tensors
+from .._base.torch_private import any_autocast, in_transform, no_dispatch
 from .._exact import cuda as fused
 
 PROJECTIONS = 4
@@ -40,7 +41,7 @@ def usable(t: Tensor) -> bool:
         and t.layout is torch.strided
         and not t.is_meta
         and not t.is_quantized
-        and not torch._C._are_functorch_transforms_active()
+        and not in_transform()
     )
 
 
@@ -73,7 +74,7 @@ class Table:
 
 def take(index: int, value: Any, table: Callable[[], Table]) -> list[float] | None:
     """The row of all leaves of `value` that are on a CPU; what is on other devices goes into the table."""
-    if torch._C._is_any_autocast_enabled():  # it would take the products in 16 bits
+    if any_autocast():  # it would take the products in 16 bits
         with contextlib.ExitStack() as stack:
             for kind in {t.device.type for t in tensors(value)}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
@@ -166,7 +167,7 @@ def _weights(like: Tensor, kind: int, count: int) -> Tensor:
         if made is None or made.shape[1] < count:
             blocks = -(-count // _BLOCK)
             blocks = 1 << (blocks - 1).bit_length()  # twice as many as before, at least
-            with torch.inference_mode(False), torch._C._DisableTorchDispatch():  # they have values, whatever mode is around
+            with torch.inference_mode(False), no_dispatch():  # they have values, whatever mode is around
                 parts = [_block(kind, number) for number in range(blocks)]
                 _WEIGHTS[key[:3]] = made = torch.cat(parts, 1).to(like.device, like.dtype)
         if len(_SLICES) >= _MANY:

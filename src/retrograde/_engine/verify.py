@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .. import errors
 from .._base.pytrees import tensors
+from .._base.torch_private import at_end_of_backward, graph_task
 from ..rules import by_user
 from .cuda_graph import capturing
 from .sketch import PROJECTIONS, SQUARES, TARGET, Table, squares, take
@@ -30,7 +31,6 @@ NAMES = ("error", "warn", "off")
 FLOOR = 300  # roundings of a stream: a difference smaller than so many is lost in the stream anyway
 DRIFT = {True: (1e-5, 1e-3), False: (1e-2, 5e-2)}  # where inputs drift, by whether streams are float64: warn from, raise from
 
-_task = torch._C._current_graph_task_id
 _LOCK = threading.Lock()
 _WAITING: list[_Case] = []
 
@@ -71,12 +71,12 @@ class Verification:
 
     def _again(self) -> tuple[Table, dict[int, Limits]]:
         """What the graph task that is running recomputes: the table, and the rows to compare."""
-        task = _task()
+        task = graph_task()
         if task < 0:  # somebody reads saved tensors outside of a backward pass
             return Table(2 * self.count), {}
         if task not in self.tables:
             self.tables[task] = Table(2 * self.count), {}
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))  # type: ignore[attr-defined]
+            at_end_of_backward(partial(self._end, task))
         return self.tables[task]
 
     def note(self, record: Any, row: list[float] | None, target: Any) -> None:
@@ -134,8 +134,8 @@ class Verification:
             error = errors.drifted(where, far)
         if serious and self.verify == "error":
             raise error
-        if not self.program.warned:
-            self.program.warned = True
+        if not self.program.notes.get("warned"):
+            self.program.notes["warned"] = True
             warnings.warn(str(error), stacklevel=2)
 
 

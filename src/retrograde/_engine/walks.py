@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._base.function_modules import version_of
 from .._base.pytrees import tensors
+from .._base.torch_private import version_of
 
 
 class Walk:

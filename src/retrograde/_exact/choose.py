@@ -1,15 +1,16 @@
-"""Which streams are added to exactly, and addition itself."""
+"""Which streams are added to exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._base.function_modules import Held
-from .._base.pytrees import each, tensors
+from .._base.pytrees import tensors
+from .._base.torch_private import param_dtype_of_fsdp
 from ..errors import ProgramError, at, too_deep, unknown
 from .streams import Exact
 
@@ -25,16 +26,6 @@ def check_arithmetic(name: str) -> str:
     return name
 
 
-def plus(target: Any, out: Any, sign: int = 1) -> Any:
-    """`target + out`, or minus for sign -1, in the stream's own dtype, as `target += out` would leave it."""
-    if isinstance(target, Tensor):
-        total = target + out if sign > 0 else target - out
-        return total if total.dtype == target.dtype else total.to(target.dtype)
-    if isinstance(target, Exact):
-        return target.plus(out, sign)
-    return each(lambda a, b: plus(a, b, sign), target, out)
-
-
 def exact_streams(name: str, program: Any, streams: dict[str, Any], held: Sequence[Held] = ()) -> dict[str, bool]:
     """The streams carried exactly, and whether each is multiplied. `held` is what the functions hold.
 
@@ -42,22 +33,38 @@ def exact_streams(name: str, program: Any, streams: dict[str, Any], held: Sequen
     """
     if name == "float":
         return {}
+    targets = targets_of(program)
     if name == "auto":
-        fits = _real if program.multiplied else _short if _sixteen_bits(program, streams, held) else None
-        return {t: program.exact[t] for t in program.exact if fits is not None and all(map(fits, tensors(streams[t])))}
-    if program.inexact:
-        index, why = program.inexact
+        fits = _real if targets.multiplied else _short if _sixteen_bits(program, streams, held) else None
+        return {t: targets.exact[t] for t in targets.exact if fits is not None and all(map(fits, tensors(streams[t])))}
+    if targets.beyond:
+        index, why = targets.beyond
         raise ProgramError(f"arithmetic='exact' {why}", at(index, program.updates[index]))
-    for target in program.exact:
+    for target in targets.exact:
         for t in tensors(streams[target]):
             if t.is_complex() or t.device.type == "mps":
                 what = "complex numbers" if t.is_complex() else "mps, which has no float64"
                 raise ProgramError(f"arithmetic='exact' does not know {what} (the stream {target!r}). Use arithmetic='float'")
-    return program.exact
+    return targets.exact
 
 
-def exact_targets(updates: Sequence[Any]) -> tuple[dict[str, bool], tuple[int, str] | None]:
-    """The targets that exact arithmetic can carry, and whether each is multiplied; the first update that it cannot, and why."""
+class Targets(NamedTuple):
+    """Of a program: the streams that exact arithmetic can carry, and whether each is multiplied; the first update that it cannot
+    follow, and why; all streams that are multiplied."""
+
+    exact: dict[str, bool]
+    beyond: tuple[int, str] | None
+    multiplied: set[str]
+
+
+def targets_of(program: Any) -> Targets:
+    """Worked out once for each program."""
+    if "targets" not in program.notes:
+        program.notes["targets"] = _targets(program.updates)
+    return program.notes["targets"]
+
+
+def _targets(updates: Sequence[Any]) -> Targets:
     found: dict[str, bool] = {}
     rest: dict[str, int] = {}
     beyond: set[str] = set()
@@ -79,15 +86,17 @@ def exact_targets(updates: Sequence[Any]) -> tuple[dict[str, bool], tuple[int, s
         if why is not None:
             first = first or (index, why)
             beyond.add(target)
-    return {target: multiplied for target, multiplied in found.items() if target not in beyond}, first
+    multiplied = {update.target for update in updates if (update.rule.linear or (1,))[0] != 1}
+    return Targets({target: product for target, product in found.items() if target not in beyond}, first, multiplied)
 
 
 def refuse_growth(program: Any, indices: Sequence[int], state: dict[str, Any]) -> None:
     """Products in float: undoing them makes rounding errors larger, and from some depth on nothing is left of the stream."""
     grown: dict[str, float] = {}
-    for index in reversed(indices) if program.multiplied else ():
+    multiplied = targets_of(program).multiplied
+    for index in reversed(indices) if multiplied else ():
         update = program.updates[index]
-        if update.target in program.multiplied and not isinstance(state[update.target], Exact) and update.rule.linear:
+        if update.target in multiplied and not isinstance(state[update.target], Exact) and update.rule.linear:
             grown[update.target] = max(grown.get(update.target, 1.0), 1.0) / update.rule.linear[0]
             rounding = [
                 torch.finfo(t.dtype).eps for t in tensors(state[update.target]) if t.is_floating_point() or t.is_complex()
@@ -113,7 +122,7 @@ def _sixteen_bits(program: Any, streams: dict[str, Any], held: Sequence[Held]) -
     if any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in SIXTEEN for d in {t.device.type for t in given}):
         return True
     if torch.compiler.is_dynamo_compiling():
-        return program.plan.sixteen  # a trace knows it already
+        return program.notes["plan"].sixteen  # a trace knows it already
     return held_in_sixteen_bits(held)
 
 
@@ -123,5 +132,4 @@ def held_in_sixteen_bits(held: Sequence[Held]) -> bool:
     slots = [module._parameters.values() for module in modules if module._parameters]
     if any(p is not None and p.dtype in SIXTEEN for values in slots for p in values):
         return True
-    states: list[Any] = [(getattr(type(m), "_get_fsdp_state", None), m) for m in modules]
-    return any(of is not None and of(m)._mp_policy.param_dtype in SIXTEEN for of, m in states)  # what it is cast to when gathered
+    return any(param_dtype_of_fsdp(module) in SIXTEEN for module in modules)

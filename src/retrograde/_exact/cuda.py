@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._base.torch_private import in_forward_mode, in_transform
 from .fake import pretended
 from .range import GRID, LIMIT, Ledger
 
@@ -37,7 +38,7 @@ def usable(t: Tensor) -> bool:
 
 
 def _untransformed(t: Tensor) -> bool:
-    return _on_cuda(t) and not torch._C._are_functorch_transforms_active() and torch.autograd.forward_ad._current_level < 0
+    return _on_cuda(t) and not in_transform() and not in_forward_mode()
 
 
 def _on_cuda(t: Tensor) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from .._base.torch_private import is_fake
+
 
 class _Here(threading.local):
     device: str | None = None
@@ -30,6 +32,4 @@ def pretended(t: Tensor) -> str | None:
     """The device that `t` stands for, if it has no values and a plan is being made."""
     if _here.device is None or type(t) is Tensor:
         return None
-    from torch._subclasses import FakeTensor
-
-    return _here.device if isinstance(t, FakeTensor) else None
+    return _here.device if is_fake(t) else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from .._base.torch_private import at_end_of_backward, in_transform
 from .fake import pretended
 
 LIMIT = 32766.0
@@ -32,12 +33,7 @@ class Ledger:
         """`t`, if it is within the limit. A finite value beyond it is an error, and until that can be told, NaN."""
         if not torch.compiler.is_dynamo_compiling() and pretended(t):
             return t
-        told = (
-            not torch.compiler.is_dynamo_compiling()
-            and type(t) is Tensor
-            and not t.is_meta
-            and not torch._C._are_functorch_transforms_active()
-        )
+        told = not torch.compiler.is_dynamo_compiling() and type(t) is Tensor and not t.is_meta and not in_transform()
         value = t.detach()
         if told and value.device.type == "cpu":
             low, high = torch.aminmax(value) if value.numel() else (value.sum(), value.sum())
@@ -78,7 +74,7 @@ class Ledger:
                 t.register_hook(self._in_backward)
 
     def _in_backward(self, _: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self.settle)  # type: ignore[attr-defined]
+        at_end_of_backward(self.settle)
 
     def settle(self) -> None:
         for flags, event in self.copies:

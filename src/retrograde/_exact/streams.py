@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, register_pytree_node
 
 from .._base.pytrees import Carried, flatten, unflatten
-from .._engine.replay import replaying
+from .._base.torch_private import TreeSpec, register_pytree_node
 from . import cuda as fused
 from .range import GRID, Ledger
 
@@ -32,8 +31,12 @@ class Form:
 
     __slots__ = ("kinds", "ledger", "spec")
 
-    def __init__(self, kinds: list[tuple[torch.dtype, str]], spec: TreeSpec | None, ledger: Ledger):
+    def __init__(self, kinds: list[tuple[torch.dtype, str]], spec: TreeSpec | None, ledger: Ledger | None):
         self.kinds, self.spec, self.ledger = kinds, spec, ledger
+
+    def unchecked(self) -> Form:
+        """For backward, which meets the values of the forward pass: nobody looks at their range again."""
+        return Form(self.kinds, self.spec, None)
 
     def stream(self, made: list[Tensor]) -> Exact:
         return Exact(made, self)
@@ -73,7 +76,7 @@ class Exact(Carried):
     def spoilt_in(self, changed: Exact) -> bool:
         """Whether a finite value is NaN or inf now, as far as that is known without waiting for a device."""
         ledger = self.form.ledger
-        if not ledger.strange:
+        if ledger is None or not ledger.strange:
             return False
         ledger.strange = False
         return any(bool((a.isfinite() & ~b.isfinite()).any()) for a, b in zip(self.made, changed.made, strict=True))
@@ -96,7 +99,7 @@ class Exact(Carried):
 
     def plus(self, out: Any, sign: int, note: Note | None = None) -> Exact:
         """The stream with `out`, rounded to the grid, added or subtracted. `note`: where the sketch of `out` goes."""
-        ledger = None if replaying() else self.form.ledger  # a second run meets the values of the first
+        ledger = self.form.ledger
         parts = [out] if self.form.spec is None else self.form.spec.flatten_up_to(out)
         made: list[Tensor] = []
         for number, ((dtype, kind, own), part) in enumerate(zip(self.leaves(), parts, strict=True)):
@@ -115,7 +118,7 @@ class Exact(Carried):
 
     def drawn_to(self, out: Any, n: int, d: int, undo: bool = False) -> Exact:
         """n/d of the stream and the rest of `out`, on the grid; or that undone. What the product loses is in the int64."""
-        ledger = None if replaying() else self.form.ledger
+        ledger = self.form.ledger
         parts = [out] if self.form.spec is None else self.form.spec.flatten_up_to(out)
         made: list[Tensor] = []
         for (dtype, _, (value, rest)), part in zip(self.leaves(), parts, strict=True):

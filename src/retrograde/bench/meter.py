@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .._base.torch_private import TorchDispatchMode, tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 
+from .._base.torch_private import compiler_config
 from ..cli.given import Refused, load, sized
 from .model import Attention, mlp
 
@@ -45,9 +46,7 @@ def input_of(setting: dict[str, Any]) -> Tensor:
 def forward_of(variant: dict[str, Any], net: rg.ReversibleSequence) -> Forward:
     """The forward pass of this variant; the parameters are those of the net."""
     if variant["partition"] is not None:
-        import torch._functorch.config as config
-
-        config.activation_memory_budget = variant["partition"]
+        compiler_config().activation_memory_budget = variant["partition"]
     if variant["compiled"] == "functions":
         _compile(variant, net)
     forward = _uncompiled(variant, net)

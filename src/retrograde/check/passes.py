@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from .._base.function_modules import modules_of
 from .._base.pytrees import tensors
+from .._base.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .._engine import call as calls
-from .._engine.generators import Draws, generators
-from .._engine.replay import replaying
+from .._engine.replay import Draws, generators, replaying
 from .._exact.streams import read
 from ..errors import NotRepeated, ProgramError, RetrogradeError, at
 from ..modules import Net, Reversible

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._base.function_modules import STANDARD, Around, modules_of, version_of
+from .._base.function_modules import STANDARD, Around, modules_of
+from .._base.torch_private import version_of
 from ..modules import Net
 
 _CONTAINERS = (list, dict, set, collections.deque)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 import retrograde as rg
 
+from .._base.torch_private import tree_leaves, tree_map
 from ..bench.model import Attention, mlp
 from ..bench.subject import DTYPES
 from ..modules import Net

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+
+from .._base.torch_private import tree_map
 
 WIDEST_HEAD = 256  # of CUDA's fused attention
 DROPOUT = 10  # where multi_head_attention_forward is told of it

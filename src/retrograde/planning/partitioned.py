@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._base.torch_private import partitioner
 from ..modules import Net, Reversible, ReversibleSequence
 
 
@@ -55,8 +56,7 @@ def _without_statistics(fn: nn.Module) -> None:
 
 
 def _split_of(fn: nn.Module) -> Any:
-    from torch._functorch.aot_autograd import aot_function
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    aot_function, min_cut_rematerialization_partition = partitioner()
 
     def flat(held: Any, args: Any, kwargs: Any) -> Any:
         return functional_call(fn, held, args, kwargs)

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import _engine_run_backward
-from torch.utils._pytree import tree_leaves
 
+from .._base.torch_private import compiler_config, fake_mode, run_backward, tree_leaves
 from .._exact.fake import as_on
 from ..bench.meter import LiveBytes
 from ..modules import Net
@@ -72,7 +70,7 @@ class _Meter(LiveBytes):
         self.there += p.nbytes
 
 
-class _Mode(FakeTensorMode):
+class _Mode(fake_mode()):
     """Fake tensors name their mode, and `copy.deepcopy` would copy it with them; tensors of two modes do not mix."""
 
     def __deepcopy__(self, memo: Any) -> _Mode:
@@ -100,12 +98,10 @@ class Tracer:
             return _step(model, args, self.device, self.autocast)
 
     def _compiled(self, model: nn.Module, args: tuple[Any, ...], splits: dict[str, Any]) -> Traced:
-        import torch._functorch.config as config
-
         known = len(splits)
         for net in nets_of(model):
             partition(net, splits)
-        with config.patch(activation_memory_budget=self.budget):
+        with compiler_config().patch(activation_memory_budget=self.budget):
             if len(splits) > known:
                 _step(model, args, self.device, self.autocast)  # the splits are made here
             return _step(model, args, self.device, self.autocast)
@@ -173,7 +169,7 @@ def _step(model: nn.Module, args: tuple[Any, ...], device: str, autocast: torch.
 
 def _backward(loss: Tensor) -> None:
     """`loss.backward()`, which is a torch function itself and would put AsOnCuda aside."""
-    _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def loss_of(out: Any) -> Tensor:
