@@ -71,7 +71,6 @@ REFUSED = {
     "Anchor(text)": lambda: rg.Anchor(every="all"),
     "Budget(0)": lambda: rg.Budget(0),
     "Budget(-5)": lambda: rg.Budget(-5),
-    "Budget(text)": lambda: rg.Budget("1 GiB"),
     "Budget(nan)": lambda: rg.Budget(float("nan")),
     "ReverseAbove(-1)": lambda: rg.ReverseAbove(-1),
     "ReverseAbove(None)": lambda: rg.ReverseAbove(None),

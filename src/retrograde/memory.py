@@ -3,53 +3,79 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from ._base.pytrees import tensors
+from ._base.sizes import bytes_in
 from .errors import ProgramError, unknown
 
-KINDS = ("store", "checkpoint", "reverse")
+__all__ = ["Anchor", "Budget", "Kind", "Memory", "ReverseAbove", "StoreLast"]
 
-Stretch = tuple[str, int, int | str | None]  # kind, number of updates, limit in bytes
+Kind: TypeAlias = Literal["store", "checkpoint", "reverse"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+Stretch: TypeAlias = tuple[Kind, int, int | str | None]  # kind, number of updates, limit in bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StoreLast:
-    """Ordinary autograd for the last k updates (a pair block is two), reversal below them: time for memory."""
+    """Ordinary autograd for the last `blocks` blocks, or for the last `k` updates, and reversal below them: time for memory.
 
-    k: int
+    A block of `rg.ReversibleSequence` is two updates, f and g. In other nets a block is a run of updates that changes each stream
+    at most once.
+
+    >>> import retrograde as rg
+    >>> rg.StoreLast(blocks=4), rg.StoreLast(8)
+    (StoreLast(blocks=4), StoreLast(k=8))
+    """
+
+    k: int | None = None
+    blocks: int | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "k", self.k)
+        _one_of(self, "k", "blocks")
 
-    def plan(self, count: int) -> list[Stretch]:
-        stored = min(self.k, count)
+    def __repr__(self) -> str:
+        return _told(self)
+
+    def plan(self, blocks: Sequence[int]) -> list[Stretch]:
+        count = sum(blocks)
+        stored = min(self.k, count) if self.blocks is None else sum(blocks[-self.blocks :])  # type: ignore[type-var]
         below: list[Stretch] = [("reverse", count - stored, None)] if stored < count else []
         return [*below, ("store", stored, None)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Anchor:
-    """Reversal, with the streams kept every n updates: the drift of recovered streams starts anew there."""
+    """Reversal, with the streams kept every `every_blocks` blocks, or `every` updates: drift starts anew there.
 
-    every: int
+    Blocks are those of `rg.StoreLast`.
+    """
+
+    every: int | None = None
+    every_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "every", self.every)
+        _one_of(self, "every", "every_blocks")
 
-    def plan(self, count: int) -> list[Stretch]:
-        return [("reverse", min(self.every, count - start), None) for start in range(0, count, self.every)]
+    def __repr__(self) -> str:
+        return _told(self)
+
+    def plan(self, blocks: Sequence[int]) -> list[Stretch]:
+        parts, every = (blocks, self.every_blocks) if self.every is None else ([1] * sum(blocks), self.every)
+        return [("reverse", sum(parts[start : start + every]), None) for start in range(0, len(parts), every)]  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Store as many of the last updates as fit into so many bytes of activations, and reverse the rest.
+    """Store as many of the last updates as fit into `bytes` of activations, and reverse the rest.
 
-    Counted are the streams, their gradients, what is stored, and room for one function at work. `Budget("auto")` takes what is
-    free on the device of the streams, less a tenth, and less the gradients that parameters do not have yet. An optimizer that
-    makes its states in its first step needs more: run one step before, or give a number.
+    `bytes` is a number, a size like "4GiB" or "512MB", or "auto". Counted are the streams, their gradients, what is stored, and
+    room for one function at work. `Budget("auto")` takes what is free on the device of the streams, less a tenth, and less the
+    gradients that parameters do not have yet. An optimizer that makes its states in its first step needs more: run one step
+    before, or give a number.
 
     With functions that `rg.compile_fns` has compiled, updates are stored in the lean form, and the last ones in full where there
     is room.
@@ -58,11 +84,13 @@ class Budget:
     bytes: int | str
 
     def __post_init__(self) -> None:
-        if self.bytes != "auto":
-            _positive(self, "bytes", self.bytes)
+        if not isinstance(self.bytes, str):
+            _positive(self, "bytes", self.bytes, ', a size like "4GiB", or "auto"')
+        elif self.bytes != "auto":
+            object.__setattr__(self, "bytes", bytes_in(self.bytes, "rg.Budget:"))
 
-    def plan(self, count: int) -> list[Stretch]:
-        return [("reverse", count, self.bytes)]
+    def plan(self, blocks: Sequence[int]) -> list[Stretch]:
+        return [("reverse", sum(blocks), self.bytes)]
 
 
 @dataclass(frozen=True)
@@ -78,39 +106,52 @@ class ReverseAbove:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise ProgramError(f"{self}: dim must be a whole number")
 
-    def measured(self, value: Any) -> str:
+    def measured(self, value: Any) -> Kind:
         """The kind for this input: a tensor, or the first tensor in it."""
         first = next(iter(tensors(value)), None)
         if first is None or not -first.dim() <= self.dim < first.dim():
             got = "no tensor" if first is None else f"shape {tuple(first.shape)}"
-            raise ProgramError(f"{self}: the input has no dim {self.dim} to measure, got {got}")
+            raise ProgramError(f"{self}: the input has no dim {self.dim} to measure, got {got}. Give another dim")
         return "reverse" if first.shape[self.dim] > self.length else "store"
 
 
-def _positive(policy: Any, name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        auto = ', or "auto"' if isinstance(policy, Budget) else ""
-        raise ProgramError(f"{policy}: {name} must be a whole number (an int), 1 or more{auto}")
-
-
+Memory: TypeAlias = Kind | StoreLast | Anchor | Budget | ReverseAbove
 POLICIES = (StoreLast, Anchor, Budget, ReverseAbove)
 
 
-def check_memory(memory: Any) -> Any:
+def _one_of(policy: Any, updates: str, blocks: str) -> None:
+    given = {name: value for name in (updates, blocks) if (value := getattr(policy, name)) is not None}
+    if len(given) != 1:
+        raise ProgramError(f"rg.{type(policy).__name__} takes either a number of updates, {updates}=…, or of blocks, {blocks}=…")
+    for name, value in given.items():
+        _positive(policy, name, value)
+
+
+def _told(policy: Any) -> str:
+    given = ", ".join(f"{name}={value!r}" for name, value in vars(policy).items() if value is not None)
+    return f"{type(policy).__name__}({given})"
+
+
+def _positive(policy: Any, name: str, value: Any, or_else: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ProgramError(f"{policy}: {name} must be a whole number (an int), 1 or more{or_else}")
+
+
+def check_memory(memory: Any) -> Memory:
     if memory == "overlap":
         warnings.warn("memory='overlap' does not exist any more: it runs as memory='reverse'", stacklevel=3)
         return "reverse"
     if isinstance(memory, POLICIES) or (isinstance(memory, str) and memory in KINDS):
-        return memory
+        return memory  # type: ignore[return-value]
     raise unknown("memory policy", memory, [*KINDS, *(f"rg.{policy.__name__}(…)" for policy in POLICIES)])
 
 
-def settled(memory: Any, value: Any) -> Any:
+def settled(memory: Memory, value: Any) -> Kind | StoreLast | Anchor | Budget:
     """The policy for this input: `ReverseAbove` becomes a kind."""
     return memory.measured(value) if isinstance(memory, ReverseAbove) else memory
 
 
-def plan(memory: Any, count: int, streams: Mapping[str, Any]) -> list[Stretch]:
-    """The stretches of a program of `count` updates."""
-    memory = settled(check_memory(memory), list(streams.values()))
-    return [(memory, count, None)] if isinstance(memory, str) else memory.plan(count)
+def plan(memory: Memory, blocks: Sequence[int], streams: Mapping[str, Any]) -> list[Stretch]:
+    """The stretches of a program, given the number of updates in each of its blocks."""
+    found = settled(check_memory(memory), list(streams.values()))
+    return [(found, sum(blocks), None)] if isinstance(found, str) else found.plan(blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from ._base.pytrees import flatten
 from ._base.tracing import key_of
 from .errors import ProgramError, at
 from .rules import Add, Inverted, Rule
+
+__all__ = ["ALL", "Program", "Update"]
 
 
 class _All:
@@ -30,8 +33,11 @@ ALL = _All()
 class Update:
     """`target += fn(*sources, **side_inputs)`; the target is not a source.
 
-    `takes` says which side inputs fn gets: names, or {fn's keyword: name of the side input}, or `rg.ALL`.
-    `rule` says how the output of fn is applied, `Add()` by default.
+    - `target`: the name of the stream that changes.
+    - `fn`: a module or any other callable. It returns what the rule can apply, for `Add()` a tensor of the target's shape.
+    - `sources`: the names of the streams that fn reads; one name or several.
+    - `takes`: the side inputs that fn gets: names, or {fn's keyword: name of the side input}, or `rg.ALL`.
+    - `rule`: how the output of fn is applied, `Add()` by default.
 
     >>> import torch, retrograde as rg
     >>> rg.Update("a", torch.nn.Tanh(), "b")
@@ -94,9 +100,12 @@ def _short(value: object) -> str:
 
 
 class Program:
-    """A list of updates, checked once: what `run` makes of a plain list, and what modules keep."""
+    """A list of updates, checked once: what `run` makes of a plain list, and what modules keep.
 
-    def __init__(self, updates: Iterable[Update]):
+    `blocks` is the number of updates in each block; if it is not given, a block is a run of updates that change no stream twice.
+    """
+
+    def __init__(self, updates: Iterable[Update], blocks: tuple[int, ...] | None = None):
         if isinstance(updates, (Update, nn.Module)):
             way_out = "Put it into a list" if isinstance(updates, Update) else "Call the module itself, or its inverse"
             raise ProgramError(f"a list of updates is needed, got {_short(updates)}. {way_out}")
@@ -111,12 +120,22 @@ class Program:
         self.takes_all = any(update.takes is ALL for update in self.updates)
         self.changing = {update.target for update in self.updates}
         self.components = self._components()
+        self.blocks = self._blocks() if blocks is None else blocks
         self.key = key_of(self)
         self.back: Program | None = None  # the inverse, once it was asked for
         self.notes: dict[str, Any] = {}  # what the engine has found out about these updates
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state | {"key": key_of(self), "back": None, "notes": {}}  # a copy is another program
+
+    def _blocks(self) -> tuple[int, ...]:
+        starts, changed = [0], set()
+        for index, update in enumerate(self.updates):
+            if update.target in changed:
+                starts.append(index)
+                changed = set()
+            changed.add(update.target)
+        return tuple(b - a for a, b in pairwise([*starts, len(self.updates)]))
 
     def _components(self) -> list[str]:
         """For each update a name that it shares with just those updates whose streams are connected with its own."""
@@ -138,7 +157,7 @@ class Program:
         for name in self.names & streams.keys():
             for t in flatten(streams[name])[0]:
                 if not isinstance(t, Tensor):
-                    raise ProgramError(f"the stream {name!r} holds {_short(t)} where a tensor must be")
+                    raise ProgramError(f"the stream {name!r} holds {_short(t)} instead of a tensor")
         if not self.names <= streams.keys():
             for index, update in enumerate(self.updates):
                 for name in (update.target, *update.sources):
@@ -157,9 +176,12 @@ class Program:
         unused = () if self.takes_all else side.keys() - self.taken
         if unused:
             taken = ", ".join(sorted(self.taken)) or "none"
-            raise ProgramError(f"no update takes the side input {', '.join(sorted(map(repr, unused)))}; taken: {taken}")
+            raise ProgramError(
+                f"no update takes the side input {', '.join(sorted(map(repr, unused)))}; taken: {taken}. Correct the name, or "
+                "add it to `takes` of an update"
+            )
 
     def inverse(self) -> Program:
         if self.back is None:
-            self.back = Program(update.inverse() for update in reversed(self.updates))
+            self.back = Program((update.inverse() for update in reversed(self.updates)), self.blocks[::-1])
         return self.back

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .._base.function_modules import Held
 from .._base.pytrees import dense, each, tensors
 from .._base.torch_private import in_forward_mode, in_transform, outside_traces, under_hooks
 from .._base.tracing import at_trace_time, named, whole_graph
-from .._exact.choose import check_arithmetic, exact_streams, refuse_growth
+from .._exact.choose import Arithmetic, check_arithmetic, exact_streams, refuse_growth
 from .._exact.range import Ledger
 from .._exact.streams import Exact, carried, read
 from ..update import Program, Update
@@ -28,21 +28,22 @@ from .budget import Learned, Purse
 from .call import Streams, apply, call, fitting, observe, sources_of
 from .context import Context
 from .lean import looks, two_forms, use_lean
-from .verify import check_verify, settle
+from .verify import Verify, check_verify, settle
 
 before_each_run: list[Callable[[Iterable[Any]], None]] = []  # called with the modules of a program: who adds one may refuse it
+S = TypeVar("S")  # a stream: a tensor, or a tree of tensors
 _SIZES = 256  # so many inputs of different sizes are remembered
 
 
 def run(
     updates: Iterable[Update] | Program,
-    streams: Mapping[str, Any],
+    streams: Mapping[str, S],
     side: Mapping[str, Any] | None = None,
     *,
-    memory: Any = "reverse",
-    arithmetic: str = "auto",
-    verify: str = "error",
-) -> Streams:
+    memory: policies.Memory = "reverse",
+    arithmetic: Arithmetic = "auto",
+    verify: Verify = "error",
+) -> dict[str, S]:
     """Run the updates over the streams and return the final streams.
 
     `side` holds the side inputs by name; `memory` says what is kept for backward, `arithmetic` how streams are added to. `verify`
@@ -66,13 +67,13 @@ def run(
 
 def invert(
     updates: Iterable[Update] | Program,
-    streams: Mapping[str, Any],
+    streams: Mapping[str, S],
     side: Mapping[str, Any] | None = None,
     *,
-    memory: Any = "reverse",
-    arithmetic: str = "auto",
-    verify: str = "error",
-) -> Streams:
+    memory: policies.Memory = "reverse",
+    arithmetic: Arithmetic = "auto",
+    verify: Verify = "error",
+) -> dict[str, S]:
     """From the final streams back to the first: `run` on the reversed list with apply and undo exchanged.
 
     It calls fn anew, so it returns the inputs where fn is a function of its arguments: not with active dropout.
@@ -123,7 +124,7 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
         raise errors.ProgramError(f"side must be a dict of side inputs by name, got a {type(side).__name__}")
     side = dict(side or {})
     program.check(streams, side)
-    stretches = policies.plan(memory, len(program.updates), streams)
+    stretches = policies.plan(memory, program.blocks, streams)
     state = _distinct({name: dense(value) if name in program.names else value for name, value in streams.items()}, side)
     if not torch.is_grad_enabled():
         stretches = [("store", len(program.updates), None)]

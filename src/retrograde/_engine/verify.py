@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from ..rules import by_user
 from .cuda_graph import capturing
 from .sketch import PROJECTIONS, SQUARES, TARGET, Table, squares, take
 
-NAMES = ("error", "warn", "off")
+Verify: TypeAlias = Literal["error", "warn", "off"]
+NAMES: tuple[Verify, ...] = get_args(Verify)
 FLOOR = 300  # roundings of a stream: a difference smaller than so many is lost in the stream anyway
 DRIFT = {True: (1e-5, 1e-3), False: (1e-2, 5e-2)}  # where inputs drift, by whether streams are float64: warn from, raise from
 
@@ -35,7 +36,7 @@ _LOCK = threading.Lock()
 _WAITING: list[_Case] = []
 
 
-def check_verify(verify: str) -> str:
+def check_verify(verify: Any) -> Verify:
     if verify not in NAMES:
         raise errors.unknown("verify", verify, NAMES)
     return verify

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -14,13 +14,14 @@ from .._base.torch_private import param_dtype_of_fsdp
 from ..errors import ProgramError, at, too_deep, unknown
 from .streams import Exact
 
-NAMES = ("auto", "exact", "float")
+Arithmetic: TypeAlias = Literal["auto", "exact", "float"]
+NAMES: tuple[Arithmetic, ...] = get_args(Arithmetic)
 _AUTO = "Use arithmetic='auto': streams that are only added to are exact then where functions compute in 16 bits"
 _ANCHOR = "Use arithmetic='float' with rg.Anchor(every=n) or memory='checkpoint'"
 SIXTEEN = (torch.bfloat16, torch.float16)
 
 
-def check_arithmetic(name: str) -> str:
+def check_arithmetic(name: Any) -> Arithmetic:
     if name not in NAMES:
         raise unknown("arithmetic", name, NAMES)
     return name
@@ -119,7 +120,8 @@ def _sixteen_bits(program: Any, streams: dict[str, Any], held: Sequence[Held]) -
     given = [t for name in program.names for t in tensors(streams[name])]
     if any(t.dtype in SIXTEEN for t in given):
         return True
-    if any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in SIXTEEN for d in {t.device.type for t in given}):
+    devices = {t.device.type for t in given} - {"meta"}  # which autocast does not know
+    if any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in SIXTEEN for d in devices):
         return True
     if torch.compiler.is_dynamo_compiling():
         return program.notes["plan"].sixteen  # a trace knows it already

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+from .._base.sizes import bytes_in
+from ..errors import ProgramError
+
 PICTURES = (".png", ".svg", ".pdf")
-UNITS |= {f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
 
 
 class Refused(Exception):
@@ -97,13 +97,10 @@ def byte_size(text: str, option: str) -> int:
     >>> byte_size("1.5GiB", "--budget"), byte_size("2kb", "--budget"), byte_size("4096", "--budget")
     (1610612736, 2000, 4096)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if not match or match[2] not in UNITS or (match[2] in ("", "b") and "." in match[1]):
-        raise Refused(f"{option} {text!r} is not a size, write it as 3GiB, 512MiB, 1.5GB or a number of bytes")
-    size = round(float(match[1]) * UNITS[match[2]]) if "." in match[1] else int(match[1]) * UNITS[match[2]]
-    if size < 1:
-        raise Refused(f"{option} {text!r} is less than a byte")
-    return size
+    try:
+        return bytes_in(text, option)
+    except ProgramError as error:
+        raise Refused(str(error)) from None
 
 
 def writable(path: Path | None, option: str) -> None:
