@@ -4,11 +4,23 @@ from . import check, wirings
 from ._compile.fns import compile_fns
 from ._engine.replay import replaying
 from ._engine.run import invert, run
-from .errors import OutOfRange, ProgramError, ReplayError, RetrogradeError
+from .errors import (
+    BudgetTooSmall,
+    Edited,
+    EditedInBackward,
+    Freed,
+    NotRepeated,
+    OutOfRange,
+    ProgramError,
+    ReplayError,
+    RetrogradeError,
+    TrainingError,
+)
 from .memory import Anchor, Budget, ReverseAbove, StoreLast
-from .modules import Reversible, ReversibleSequence
+from .modules import Reversible
 from .optimizer import step_in_backward
 from .rules import Add, Affine, Invertible, Momentum, Rule
+from .sequence import ReversibleSequence
 from .transformer import from_transformer
 from .update import ALL, Update
 
@@ -20,8 +32,13 @@ __all__ = [
     "Affine",
     "Anchor",
     "Budget",
+    "BudgetTooSmall",
+    "Edited",
+    "EditedInBackward",
+    "Freed",
     "Invertible",
     "Momentum",
+    "NotRepeated",
     "OutOfRange",
     "ProgramError",
     "ReplayError",
@@ -31,6 +48,7 @@ __all__ = [
     "ReversibleSequence",
     "Rule",
     "StoreLast",
+    "TrainingError",
     "Update",
     "check",
     "compile_fns",
@@ -41,3 +59,7 @@ __all__ = [
     "step_in_backward",
     "wirings",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

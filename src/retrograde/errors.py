@@ -6,6 +6,19 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+__all__ = [
+    "BudgetTooSmall",
+    "Edited",
+    "EditedInBackward",
+    "Freed",
+    "NotRepeated",
+    "OutOfRange",
+    "ProgramError",
+    "ReplayError",
+    "RetrogradeError",
+    "TrainingError",
+]
+
 
 class RetrogradeError(Exception):
     """Base of all errors that this library raises on purpose. `where` names the update, if it is about one."""
@@ -47,6 +60,18 @@ class NotRepeated(ReplayError):
     """fn, or what it holds, is not what it was in the forward pass."""
 
 
+class EditedInBackward(ReplayError):
+    """The backward pass of fn has edited a recovered stream."""
+
+
+class Freed(ReplayError):
+    """What backward would start from is gone."""
+
+
+class TrainingError(RetrogradeError):
+    """Settings, data or a checkpoint that `retrograde train` cannot use, or a run that cannot go on."""
+
+
 def at(index: int, update: object) -> str:
     return f"update {index}: {update}"
 
@@ -58,9 +83,9 @@ def unknown(what: str, got: object, known: Iterable[object]) -> ProgramError:
 def out_of_range(where: str, name: str, limit: float, reached: float | None) -> OutOfRange:
     size = "" if reached is None else f" (at {reached:.6g})"
     return OutOfRange(
-        f"the stream {name!r} left the range of exact arithmetic, ±{limit:.0f}{size}. As a rule the net diverges then: a smaller "
-        "learning rate or a norm at the start of fn helps. Where such values are meant, scale the stream, or use "
-        "arithmetic='float', with memory='checkpoint' if rg.check.gradients says that it drifts",
+        f"the stream {name!r} left the range of exact arithmetic, ±{limit:.0f}{size}. Usually the net is diverging: lower the "
+        "learning rate, or put a norm at the start of fn. If such values are intended, scale the stream, or use "
+        "arithmetic='float', with memory='checkpoint' if rg.check.gradients reports drift",
         where,
     )
 
@@ -75,42 +100,42 @@ def input_out_of_range(name: str, limit: float) -> OutOfRange:
 def too_deep(where: str, error: float) -> ProgramError:
     return ProgramError(
         f"undoing the updates from here on divides by gamma so often that rounding errors would grow to {error:.0e} of the "
-        "stream, and gradients would be wrong. Use arithmetic='exact', rg.Anchor(every=n) (it starts anew there) or "
-        "memory='checkpoint'",
+        "stream, and gradients would be wrong. Use arithmetic='exact', rg.Anchor(every_blocks=n), which bounds the "
+        "error, or memory='checkpoint'",
         where,
     )
 
 
 def small_values(name: str, size: float, unit: float) -> str:
     return (
-        f"no value of the stream {name!r} is above {size:.1e}, and exact arithmetic rounds to multiples of {unit:.1e}: much is "
-        "lost there. Scale the stream, or use arithmetic='float'"
+        f"no value of the stream {name!r} is above {size:.1e}, and exact arithmetic rounds to multiples of {unit:.1e}: "
+        "precision is lost. Scale the stream, or use arithmetic='float'"
     )
 
 
 def scripted(where: str) -> ProgramError:
     return ProgramError(
-        "fn is or holds a module of TorchScript, which saves other tensors from one run to the next, so it cannot be run again. "
-        "Give the module that it was made of (torch.compile works on it), or use memory='store'",
+        "fn is or holds a module of TorchScript, which saves different tensors in each run, so it cannot be run again. Use the "
+        "module that it was made of (torch.compile works on it), or memory='store'",
         where,
     )
 
 
 def edited_by_fn(where: str, what: str) -> Edited:
-    return Edited(f"fn edited {what} in place. Let fn work on a copy (`x = x.clone()`, or `x + 1` for `x += 1`)", where)
+    return Edited(f"fn edited {what} in place. Work on a copy: `x = x.clone()`, or `x + 1` instead of `x += 1`", where)
 
 
 def edited_by_rule(where: str, step: str) -> Edited:
     return Edited(
-        f"{step} of the rule edited the target or an argument in place. Let it work on a copy (`x.clone()`, or `x - 1` for "
-        "`x.sub_(1)`); of an invertible function, apply is its forward and undo its inverse",
+        f"{step} of the rule edited the target or an argument in place. Work on a copy: `x.clone()`, or `x - 1` instead "
+        "of `x.sub_(1)`. For an invertible function, apply is its forward and undo its inverse",
         where,
     )
 
 
 def no_tensor(where: str, step: str, got: object) -> ProgramError:
     return ProgramError(
-        f"{step} of the rule returned a {type(got).__name__} where a tensor must be; of an invertible function, apply is its "
+        f"{step} of the rule returned a {type(got).__name__} instead of a tensor. For an invertible function, apply is its "
         "forward and undo its inverse",
         where,
     )
@@ -158,18 +183,14 @@ def edited_inside(where: str, shape: Any) -> ReplayError:
 def edited_output(what: str) -> ReplayError:
     return ReplayError(
         f"{what} was edited in place after the forward pass; backward recovers every activation from it. "
-        "Edit a copy (`y = y + 1` for `y += 1`), or run the net with memory='store'"
+        "Edit a copy (`y = y + 1` instead of `y += 1`), or run the net with memory='store'"
     )
-
-
-class EditedInBackward(ReplayError):
-    """The backward pass of fn has edited a recovered stream."""
 
 
 def edited_in_backward(where: str) -> EditedInBackward:
     return EditedInBackward(
-        "the backward pass of fn edited in place a tensor that fn had saved, and it is a stream that what is below is recovered "
-        "from. Let the backward of your autograd.Function work on a copy (`x * 2` for `x.mul_(2)`), or use memory='store'",
+        "the backward pass of fn edited in place a tensor that fn had saved, and earlier activations are recovered from it. Let "
+        "the backward of your autograd.Function work on a copy (`x * 2` instead of `x.mul_(2)`), or use memory='store'",
         where,
     )
 
@@ -205,8 +226,8 @@ _CAUSES = (
     "count calls or keep results in attributes, or read a flag, a mask or a global that changed after the forward pass."
 )
 _DRIFT = (
-    "Or the inputs of fn have drifted, as undoing updates in floating point rounds: arithmetic='exact' does not drift (for "
-    "additions), memory='checkpoint' and rg.Anchor(every=n) drift less. "
+    "Or the inputs of fn have drifted, as undoing updates in floating point adds rounding errors: arithmetic='exact' does not "
+    "drift (for additions), memory='checkpoint' and rg.Anchor(every_blocks=n) drift less. "
 )
 
 
@@ -225,10 +246,6 @@ def raised_again(where: str, error: BaseException) -> NotRepeated:
         "again), or use memory='store'",
         where,
     )
-
-
-class Freed(ReplayError):
-    """What the walk would start from is gone."""
 
 
 def stuck(where: str) -> ReplayError:
@@ -250,6 +267,6 @@ def other_path(where: str, difference: str) -> NotRepeated:
     return NotRepeated(
         f"fn did not do in backward what it did in the forward pass: {difference}. Usual causes: random numbers from outside "
         "torch's generators, a cache or a counter inside fn, a flag that was changed. Make fn depend on its inputs alone "
-        "(rg.replaying() tells it when it is run again), or use memory='store'",
+        "(rg.replaying() is true while it runs again), or use memory='store'",
         where,
     )

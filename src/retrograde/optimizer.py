@@ -27,6 +27,8 @@ from ._engine.run import before_each_run
 from ._engine.walks import needed
 from .errors import ProgramError
 
+__all__ = ["StepInBackward", "step_in_backward"]
+
 _OWNER: Any = WeakIdKeyDictionary()  # parameter: weakly, the StepInBackward that steps it
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import RetrogradeError
-
-
-class TrainingError(RetrogradeError):
-    """Settings, data or a checkpoint that cannot be used, or a run that cannot go on."""
+from ..errors import TrainingError as TrainingError
 
 
 def reason(error: BaseException) -> str:
