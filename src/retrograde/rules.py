@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._base.pytrees import Carried, each, leaf_mismatch, mismatch, tensors
 from .errors import ProgramError
+
+__all__ = ["Add", "Affine", "Invertible", "Momentum", "Rule"]
 
 _LARGEST = 4096  # denominator of a factor that exact arithmetic multiplies by
 
@@ -38,6 +41,12 @@ class Rule(ABC):
     def mismatch(self, target: Any, out: Any) -> str | None:
         """Why `out` does not fit `target`, or None."""
         return None
+
+    def __repr__(self) -> str:
+        """The class, and those arguments that are attributes under the same name."""
+        own = vars(self)
+        given = ", ".join(f"{name}={own[name]!r}" for name in inspect.signature(type(self)).parameters if name in own)
+        return f"{type(self).__name__}({given})"
 
 
 class Add(Rule):
@@ -83,15 +92,16 @@ def _plus(target: Any, out: Any, sign: int = 1) -> Any:
 class Affine(Rule):
     """`target = target * exp(log_scale) + shift`, where fn returns the pair `(log_scale, shift)`.
 
-    With `log=False` fn returns the scale itself. No scale may be zero, and a small one loses bits of the target for good:
-    `limit=c` keeps it between exp(-c) and exp(c), softly, so that nothing fn returns can do harm.
+    - `log`: whether fn returns the logarithm of the scale (the default) or the scale itself. No scale may be zero, and a
+      small one loses bits of the target for good.
+    - `limit`: keeps the scale between exp(-limit) and exp(limit), softly, so that nothing fn returns can do harm.
     """
 
     symbol = "*+="
 
     def __init__(self, *, log: bool = True, limit: float | None = None):
         if limit is not None and not (log and 0 < limit < float("inf")):
-            raise ProgramError(f"limit is a positive number, for log_scale; got limit={limit!r} with log={log!r}")
+            raise ProgramError(f"limit must be a positive number, and needs log=True; got limit={limit!r} with log={log!r}")
         self.log, self.limit = log, limit
 
     def apply(self, target: Any, out: Any) -> Any:
@@ -118,10 +128,10 @@ class Affine(Rule):
 
 
 class Momentum(Rule):
-    """`target = gamma * target + (1 - gamma) * out`, with 0 < gamma < 1: the velocity of a momentum residual net.
+    """`target = gamma * target + (1 - gamma) * out`, with `gamma` between 0 and 1: the velocity of a momentum residual net.
 
-    Undoing divides by gamma, and so does it with every rounding error: in float they grow by 1/gamma with each update. Exact
-    arithmetic keeps what the product would lose (docs/rules.md).
+    Undoing divides by gamma, and rounding errors with it: in float they grow by 1/gamma with each update. Exact arithmetic keeps
+    what the product would lose (docs/rules.md).
     """
 
     saves = False
@@ -163,7 +173,9 @@ def _continuous(target: Any) -> bool:
 
 
 class Invertible(Rule):
-    """`target = forward(target, *sources, **side)`, undone by `inverse`: a function of your own. See `rg.wirings.invertible`.
+    """`target = forward(target, *sources, **side)`, undone by `inverse(target, …)`: functions of your own.
+
+    `rg.wirings.invertible` makes updates with it.
 
     fn hands over the sources and side inputs as they are (`Arguments`).
     """
@@ -180,29 +192,6 @@ class Invertible(Rule):
     def undo(self, target: Any, out: Any) -> Any:
         sources, side = out
         return self.inverse(target, *sources, **side)
-
-
-class Arguments(nn.Module):
-    """What stands for fn in an update by an invertible function: it hands over its arguments, and has the function's modules."""
-
-    def __init__(self, forward: Any, inverse: Any):
-        super().__init__()
-        self.called = getattr(forward, "__name__", type(forward).__name__)
-        self.whole = isinstance(forward, nn.Module)
-        owners = (getattr(one, "__self__", one) for one in (forward, inverse))
-        self.parts = nn.ModuleList(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
-
-    @property
-    def to_compile(self) -> list[nn.Module]:
-        """What `rg.compile_fns` is to compile: the module that is called, and not the methods of others."""
-        return list(self.parts)[:1] if self.whole else []
-
-    @property
-    def __name__(self) -> str:
-        return self.called
-
-    def forward(self, *sources: Any, **side: Any) -> tuple[Any, Any]:
-        return sources, side
 
 
 class Inverted(Rule):

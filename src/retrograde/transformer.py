@@ -8,8 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ._exact.choose import Arithmetic
 from .errors import ProgramError
-from .modules import ReversibleSequence, has_hooks
+from .memory import Memory
+from .sequence import ReversibleSequence, has_hooks
+
+__all__ = ["FromTransformer", "from_transformer"]
 
 Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
@@ -17,18 +21,19 @@ Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 def from_transformer(
     layers: Layer | nn.TransformerEncoder | nn.TransformerDecoder | Iterable[Layer],
     *,
-    memory: Any = "reverse",
-    arithmetic: str = "auto",
+    memory: Memory = "reverse",
+    arithmetic: Arithmetic = "auto",
 ) -> FromTransformer:
     """A reversible net of pre-norm transformer layers, made of their own modules: attention is f, the feedforward part is g.
 
-    `layers` is a `TransformerEncoder`, a `TransformerDecoder`, one of their layers or several of them. What these take beside
-    the sequence is a side input under the same name: `mask` (of a layer: `src_mask`), `src_key_padding_mask`, `is_causal`; of a
-    decoder `memory`, `tgt_mask`, `memory_mask` and so on. In a decoder layer f is self-attention followed by attention to
-    `memory`. A final norm is applied to the mean of the two streams.
+    - `layers`: a `TransformerEncoder`, a `TransformerDecoder`, one of their layers or several of them. What these take beside the
+      sequence is a side input under the same name: `mask` (of a layer: `src_mask`), `src_key_padding_mask`, `is_causal`; of a
+      decoder `memory`, `tgt_mask`, `memory_mask` and so on. In a decoder layer f is self-attention followed by attention to
+      `memory`. A final norm is applied to the mean of the two streams.
+    - `memory`, `arithmetic`: as in `rg.ReversibleSequence`.
 
     Parameters are shared with the given layers, but the two-stream net is another function than theirs: x1 += f(x2) in the place
-    of x += f(x). Post-norm layers are refused.
+    of x += f(x). Post-norm layers raise an error.
 
     >>> import torch, retrograde as rg
     >>> layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
@@ -56,6 +61,7 @@ class FromTransformer(ReversibleSequence):
         self.norm = norm
 
     def forward(self, x: Any, /, **side: Any) -> Any:
+        """The output for the sequences `x`. Side inputs are what the layers take beside them, under the same names."""
         out = super().forward(x, **side)
         return out if self.norm is None else self.norm(out)
 

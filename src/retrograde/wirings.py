@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from ._base.function_modules import Around
-from ._base.pytrees import each
+from ._base.function_modules import Arguments, OfSum
 from .errors import ProgramError
-from .rules import Add, Arguments, Invertible, Momentum, Rule
+from .rules import Add, Invertible, Momentum, Rule
 from .update import Update
+
+__all__ = ["cross", "dual", "groups", "invertible", "leapfrog", "momentum", "pair"]
 
 Fn = Callable[..., Any]
 
@@ -125,26 +124,7 @@ def invertible(
     return [Update(stream, Arguments(forward, inverse), sources, takes, Invertible(forward, inverse))]
 
 
-class OfSum(Around):
-    """fn of the sum of its inputs."""
-
-    def __init__(self, fn: Fn):
-        super().__init__(fn)
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # what errors call it
-
-    @property
-    def to_compile(self) -> tuple[Fn, ...]:
-        """By rg.compile_fns."""
-        return (self.fn,)
-
-    def forward(self, first: Any, *others: Any, **side: Any) -> Any:
-        total = first
-        for other in others:
-            total = each(Tensor.add, total, other)
-        return self.fn(total, **side)
-
-
 def _exactly(count: int, what: str, given: Sequence[Any]) -> Sequence[Any]:
     if isinstance(given, str) or len(given) != count:
-        raise ProgramError(f"{what} must be {count} items, one for each, got {given!r}")
+        raise ProgramError(f"{what} must have {count} items, got {given!r}")
     return given

@@ -1,4 +1,4 @@
-"""The modules of a function: itself, or those behind a method, a partial, a closure or a plain attribute."""
+"""Modules of ours around functions, and the modules of a function: itself, or those behind a method, a partial or a closure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .pytrees import each
 
 _DEEP = 6  # attributes and entries away from a function
 _MANY = 64  # entries of a list that are looked at
@@ -23,6 +25,48 @@ class Around(nn.Module):
     def __init__(self, fn: Any):
         super().__init__()
         self.fn = fn
+
+
+class OfSum(Around):
+    """fn of the sum of its inputs."""
+
+    def __init__(self, fn: Any):
+        super().__init__(fn)
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # what errors call it
+
+    @property
+    def to_compile(self) -> tuple[Any, ...]:
+        """By rg.compile_fns."""
+        return (self.fn,)
+
+    def forward(self, first: Any, *others: Any, **side: Any) -> Any:
+        total = first
+        for other in others:
+            total = each(Tensor.add, total, other)
+        return self.fn(total, **side)
+
+
+class Arguments(nn.Module):
+    """What stands for fn in an update by an invertible function: it hands over its arguments, and has the function's modules."""
+
+    def __init__(self, forward: Any, inverse: Any):
+        super().__init__()
+        self.called = getattr(forward, "__name__", type(forward).__name__)
+        self.whole = isinstance(forward, nn.Module)
+        owners = (getattr(one, "__self__", one) for one in (forward, inverse))
+        self.parts = nn.ModuleList(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
+
+    @property
+    def to_compile(self) -> list[nn.Module]:
+        """What `rg.compile_fns` is to compile: the module that is called, and not the methods of others."""
+        return list(self.parts)[:1] if self.whole else []
+
+    @property
+    def __name__(self) -> str:
+        return self.called
+
+    def forward(self, *sources: Any, **side: Any) -> tuple[Any, Any]:
+        return sources, side
 
 
 def parts(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -8,15 +8,18 @@ from typing import Any
 
 from torch import nn
 
+from .._base.routes import checked_pair
+from .._base.splitting import halves, joined
 from .._engine.replay import Draws, generators
 from .._engine.run import invert, run
 from ..errors import ProgramError
-from ..modules import checked_pair, halves, joined, refuse_hooks
+from ..memory import Memory
+from ..sequence import refuse_hooks
 from ..update import ALL, Update
 from ..wirings import pair
 
 Args = Mapping[str, Any] | None
-BOTH_HALVES = "It is to hold both halves: torch.cat((x, x), dim)"
+BOTH_HALVES = "It must hold both halves: torch.cat((x, x), dim)"
 
 
 class Deterministic(nn.Module):
@@ -35,12 +38,13 @@ class Deterministic(nn.Module):
         return getattr(self.net, "__name__", type(self.net).__name__)
 
     def forward(self, *args: Any, record_rng: bool = False, set_rng: bool = False, **kwargs: Any) -> Any:
+        """What `net` returns for the other arguments."""
         if record_rng:
             self.recorded = Draws(generators([]))
         if not set_rng:
             return self.net(*args, **kwargs)
         if self.recorded is None:
-            raise ProgramError(f"set_rng=True, and {self.__name__} was never called with record_rng=True")
+            raise ProgramError(f"set_rng=True, but {self.__name__} was never called with record_rng=True")
         present = Draws(generators([]))
         self.recorded.put_back()
         try:
@@ -74,13 +78,14 @@ class PairBlock(nn.Module):
     """x1 += f(x2), x2 += g(x1), by itself: on a tensor that holds both halves along `dim`. Backward is autograd's."""
 
     dim = -1
-    memory = "reverse"
+    memory: Memory = "reverse"
 
     def __init__(self, f: Any, g: Any):
         super().__init__()
         self.f, self.g = f, g
 
     def forward(self, x: Any, f_args: Args = None, g_args: Args = None) -> Any:
+        """Both halves after the block. `f_args` and `g_args` are keyword arguments of f and g."""
         given = {"f": f_args or {}, "g": g_args or {}}
         takes = [{key: f"{fn}.{key}" for key in args} for fn, args in given.items()]
         side = {f"{fn}.{key}": value for fn, args in given.items() for key, value in args.items()}

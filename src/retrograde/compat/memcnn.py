@@ -13,14 +13,33 @@ from torch.utils.checkpoint import get_device_states as get_device_states
 from torch.utils.checkpoint import set_device_states as set_device_states
 
 from .._engine.replay import Draws, generators
+from .._exact.choose import Arithmetic
 from ..errors import ProgramError
-from ..modules import Net, refuse_hooks
+from ..memory import Memory
+from ..modules import Net
 from ..rules import Add, Affine, Rule
+from ..sequence import refuse_hooks
 from ..update import Update
 from ..wirings import invertible, pair
 from ._shared import chained
 
-_MEMORY = {-1: "store", 0: "checkpoint", 1: "reverse"}  # by the number of an implementation
+__all__ = [
+    "AdditiveBlock",
+    "AdditiveCoupling",
+    "AffineAdapterNaive",
+    "AffineAdapterSigmoid",
+    "AffineBlock",
+    "AffineCoupling",
+    "InvertibleModuleWrapper",
+    "InvertibleSequential",
+    "ReversibleBlock",
+    "create_coupling",
+    "get_device_states",
+    "is_invertible_module",
+    "set_device_states",
+]
+
+_MEMORY: dict[int, Memory] = {-1: "store", 0: "checkpoint", 1: "reverse"}  # by the number of an implementation
 
 
 class _Coupling(nn.Module):
@@ -50,9 +69,11 @@ class _Coupling(nn.Module):
         return self.split_dim, pair(self.Fm, self.Gm, rule=self.rule)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Both halves after the coupling."""
         return chained([self.part()], x, memory=_MEMORY[self.implementation_fwd])
 
     def inverse(self, y: Tensor) -> Tensor:
+        """The input of `forward`, from its output."""
         return chained([self.part()], y, back=True, memory=_MEMORY[self.implementation_bwd])
 
 
@@ -91,6 +112,7 @@ class AffineAdapterNaive(nn.Module):
         self.f = module
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and shift."""
         shift = self.f(x)
         return shift.exp(), shift
 
@@ -103,6 +125,7 @@ class AffineAdapterSigmoid(nn.Module):
         self.f = module
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and shift."""
         h = self.f(x)
         if h.shape[1] % 2:
             raise ProgramError(f"f must return an even number of channels along dim 1, for scale and shift; got {h.shape[1]}")
@@ -174,9 +197,11 @@ class InvertibleModuleWrapper(nn.Module):
         self._fn = fn
 
     def forward(self, *xin: Tensor) -> Any:
+        """What the module returns, without its activations."""
         return self._through(xin, self.keep_input, back=False)
 
     def inverse(self, *yin: Tensor) -> Any:
+        """What the inverse of the module returns, without its activations."""
         return self._through(yin, self.keep_input_inverse, back=True)
 
     def _through(self, given: tuple[Tensor, ...], keep: bool, back: bool) -> Any:
@@ -208,16 +233,18 @@ class InvertibleSequential(Net, nn.Sequential):
     Each wrapper by itself keeps its own. Couplings along one dim are one program while they follow each other; so are others.
     """
 
-    def __init__(self, *modules: nn.Module, memory: Any = "reverse", arithmetic: str = "auto"):
+    def __init__(self, *modules: nn.Module, memory: Memory = "reverse", arithmetic: Arithmetic = "auto"):
         super().__init__(memory, arithmetic)
         for i, module in enumerate(modules):
             _part(module)
             self.add_module(str(i), module)
 
     def forward(self, x: Any) -> Any:  # type: ignore[override]
+        """What the last module returns."""
         return self._through(x, back=False)
 
     def inverse(self, y: Any) -> Any:
+        """The input of `forward`, from its output."""
         return self._through(y, back=True)
 
     def functions(self) -> list[Any]:

@@ -8,11 +8,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import wirings
+from .._base.splitting import halves, joined
 from .._engine.run import run
+from .._engine.verify import Verify
+from .._exact.choose import Arithmetic
 from ..errors import ProgramError, unknown
-from ..modules import Net, halves, joined, refuse_hooks
+from ..memory import Memory
+from ..modules import Net
+from ..sequence import refuse_hooks
 from ..update import Update
 from ._shared import BOTH_HALVES, Deterministic, functions
+
+__all__ = [
+    "Deterministic",
+    "DualModalityReversibleSequence",
+    "ReversibleCrossAttnBlock",
+    "ReversibleCrossModalityAttnBlock",
+    "ReversibleSelfAttnBlock",
+]
 
 STREAMS = ("x1", "x2", "m1", "m2")
 
@@ -28,6 +41,7 @@ class ReversibleSelfAttnBlock(nn.Module):
         self.f, self.g, self.j, self.k = map(Deterministic, (f, g, j, k))
 
     def forward(self, x: Tensor, m: Tensor, _reverse: bool = True, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Video and audio after the block; with `_reverse=False` by ordinary autograd."""
         side = {"context": None, "context_mask": None, "video_mask": None, "audio_mask": None, **kwargs}
         first = (*halves(x, 2, BOTH_HALVES), *halves(m, 2, BOTH_HALVES))
         x1, x2, m1, m2 = _run([self], first, side, "reverse" if _reverse else "store")
@@ -68,7 +82,12 @@ class DualModalityReversibleSequence(Net):
     """Blocks of four functions, each of a type in `BLOCKS`. Returns [video, audio], the means of their two streams."""
 
     def __init__(
-        self, input_blocks: Iterable[Any], block_types: Iterable[str], *, memory: Any = "reverse", arithmetic: str = "auto"
+        self,
+        input_blocks: Iterable[Any],
+        block_types: Iterable[str],
+        *,
+        memory: Memory = "reverse",
+        arithmetic: Arithmetic = "auto",
     ):
         super().__init__(memory, arithmetic)
         fns = functions(input_blocks, "f, g, j, k")
@@ -92,6 +111,7 @@ class DualModalityReversibleSequence(Net):
         audio_mask: Tensor | None = None,
         reverse: bool = True,
     ) -> list[Tensor]:
+        """[video, audio] after all blocks; with `reverse=False` by ordinary autograd."""
         side = {"context": context, "context_mask": context_mask, "video_mask": video_mask, "audio_mask": audio_mask}
         memory = self.memory if reverse else "store"
         x1, x2, m1, m2 = _run(self.blocks, (video, video, audio, audio), side, memory, self.arithmetic, self.verify)
@@ -99,11 +119,18 @@ class DualModalityReversibleSequence(Net):
 
 
 def _run(
-    blocks: Any, first: Sequence[Tensor], side: dict[str, Any], memory: Any, arithmetic: str = "auto", verify: str = "error"
+    blocks: Any,
+    first: Sequence[Tensor],
+    side: dict[str, Any],
+    memory: Memory,
+    arithmetic: Arithmetic = "auto",
+    verify: Verify = "error",
 ) -> list[Tensor]:
     video, audio = tuple(first[0].shape), tuple(first[2].shape)
     if len(video) != 3 or len(audio) != 3 or (video[0], video[2]) != (audio[0], audio[2]):
-        raise ProgramError(f"video and audio must be (batch, length, width), of one batch and width, got {video} and {audio}")
+        raise ProgramError(
+            f"video and audio must be (batch, length, width), with the same batch and width, got {video} and {audio}"
+        )
     updates: list[Update] = []
     for i, block in enumerate(blocks):
         refuse_hooks(i, block)

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import modules
+from .. import sequence
+from .._base.splitting import halves
 from .._engine.replay import replaying
-from ..memory import ReverseAbove
+from .._exact.choose import Arithmetic
+from ..memory import Memory, ReverseAbove
 from ._shared import BOTH_HALVES, Deterministic, PairBlock, functions, pairs
+
+__all__ = ["Deterministic", "IrreversibleBlock", "ReversibleBlock", "ReversibleSequence"]
 
 
 class _Depth(int):
@@ -35,6 +39,7 @@ class _Signalled(Deterministic):
         self.depth = depth
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `net` returns for the arguments and the signals."""
         depth = _Depth(self.depth or 0) if self._in_chunks() else self.depth
         return super().forward(*args, **{**kwargs, "_reverse": replaying() and self.training, "_depth": depth})
 
@@ -56,10 +61,10 @@ class IrreversibleBlock(PairBlock):
     """The same by ordinary autograd, without signals."""
 
     dim = 2
-    memory = "store"
+    memory: Memory = "store"
 
 
-class ReversibleSequence(modules.ReversibleSequence):
+class ReversibleSequence(sequence.ReversibleSequence):
     """Pair blocks on a tensor (batch, length, both halves).
 
     - `layer_dropout`: in training each block is left out with this probability; one stays.
@@ -74,8 +79,8 @@ class ReversibleSequence(modules.ReversibleSequence):
         reverse_thres: int = 0,
         send_signal: bool = False,
         *,
-        memory: Any = "reverse",
-        arithmetic: str = "auto",
+        memory: Memory = "reverse",
+        arithmetic: Arithmetic = "auto",
     ):
         fns = functions(blocks)
         made = [ReversibleBlock(f, g, depth, send_signal) for depth, (f, g) in enumerate(fns)]
@@ -84,6 +89,7 @@ class ReversibleSequence(modules.ReversibleSequence):
         self.layer_dropout, self.reverse_thres = layer_dropout, ReverseAbove(reverse_thres).length
 
     def forward(self, x: Tensor, arg_route: Any = (True, False), **kwargs: Any) -> Tensor:
+        """Both halves after all blocks. f and g get the keyword arguments as `arg_route`, (to_f, to_g), says."""
         short = ReverseAbove(self.reverse_thres).measured(x) == "store"
         blocks = self.irrev_blocks if short else self.blocks
         updates = pairs(blocks, self._kept(), arg_route)
@@ -97,4 +103,4 @@ class ReversibleSequence(modules.ReversibleSequence):
         return [i for i, drop in enumerate(dropped.tolist()) if not drop] or [0]
 
     def _parts(self, x: Any) -> tuple[Any, ...]:
-        return modules.halves(x, self.dim, BOTH_HALVES)
+        return halves(x, self.dim, BOTH_HALVES)

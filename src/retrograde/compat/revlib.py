@@ -9,11 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._base.splitting import halves
 from .._engine.run import invert, run
+from .._exact.choose import Arithmetic
 from ..errors import ProgramError
-from ..modules import Net, halves, refuse_hooks
+from ..memory import Memory
+from ..modules import Net
 from ..rules import Add, Rule
+from ..sequence import refuse_hooks
 from ..update import Update
+
+__all__ = [
+    "MemoryModes",
+    "ReversibleModule",
+    "ReversibleSequential",
+    "ReversibleWrapper",
+    "additive_coupling_forward",
+    "additive_coupling_inverse",
+    "offload_tensor",
+]
 
 Coupling = Callable[[Any, Any], Any]
 
@@ -27,7 +41,7 @@ class MemoryModes(enum.IntEnum):
     autograd_function = 3
 
 
-_MEMORY = {0: "store", 1: "checkpoint", 2: "reverse", 3: "reverse"}
+_MEMORY: dict[int, Memory] = {0: "store", 1: "checkpoint", 2: "reverse", 3: "reverse"}
 
 
 def additive_coupling_forward(other_stream: Any, fn_out: Any) -> Any:
@@ -69,6 +83,7 @@ class ReversibleWrapper(nn.Module):
         return type(self.wrapped_module).__name__
 
     def forward(self, x: Any, /, **side: Any) -> Any:
+        """What the function returns."""
         args = side.pop("*args", ())
         return self.wrapped_module(x, *args, **side)
 
@@ -88,6 +103,7 @@ class ReversibleModule(nn.Module):
         self.rule = Add() if adds else Coupled(forward, inverse)
 
     def forward(self, inp: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The halves after this module, the one that changed last. Further arguments go to the module."""
         updates, side = _program([self], [(args, kwargs)])
         out = run(updates, {"x0": inp[0], "x1": inp[1]}, side)
         return out["x1"], out["x0"]
@@ -108,14 +124,16 @@ class ReversibleSequential(Net, nn.Sequential):
         memory_mode: int = MemoryModes.autograd_function,
         target_device: str = "",
         fused_optimizer: Any = None,
-        memory: Any = None,
-        arithmetic: str = "auto",
+        memory: Memory | None = None,
+        arithmetic: Arithmetic = "auto",
     ):
         super().__init__(_MEMORY[memory_mode] if memory is None else memory, arithmetic)
         if target_device:
-            raise ProgramError("parameters are not moved to a target_device. fully_shard(net, offload_policy=…) does it")
+            raise ProgramError(
+                "target_device is not supported: parameters stay where they are. Use fully_shard(net, offload_policy=…)"
+            )
         if fused_optimizer is not None:
-            raise ProgramError("no fused_optimizer: make an optimizer and call rg.step_in_backward(optimizer)")
+            raise ProgramError("fused_optimizer is not supported. Make an optimizer, and call rg.step_in_backward(optimizer)")
         if not modules:
             raise ProgramError("no modules: ReversibleSequential needs at least one")
         forward, inverse = list(coupling_forward or [None]), list(coupling_inverse or [None])
@@ -130,6 +148,7 @@ class ReversibleSequential(Net, nn.Sequential):
         return list(dict.fromkeys(m.wrapped_module for m in self._modules.values() if isinstance(m, ReversibleModule)))
 
     def forward(self, inp: Tensor, *args: Any, layerwise_args_kwargs: Any = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Both halves after all modules."""
         return self._through(run, inp, args, layerwise_args_kwargs, kwargs)
 
     def inverse(self, out: Tensor, *args: Any, layerwise_args_kwargs: Any = None, **kwargs: Any) -> Tensor:

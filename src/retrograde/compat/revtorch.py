@@ -7,11 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._exact.choose import Arithmetic
 from ..errors import ProgramError
-from ..modules import Net, refuse_hooks
+from ..memory import Memory
+from ..modules import Net
+from ..sequence import refuse_hooks
 from ..update import Update
 from ..wirings import pair
 from ._shared import chained
+
+__all__ = ["ReversibleBlock", "ReversibleSequence"]
 
 
 class ReversibleBlock(nn.Module):
@@ -29,6 +34,7 @@ class ReversibleBlock(nn.Module):
         return self.split_along_dim, pair(self.f_block, self.g_block)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Both halves after the block."""
         return chained([self.part()], x)
 
 
@@ -40,8 +46,8 @@ class ReversibleSequence(Net):
         reversible_blocks: Iterable[ReversibleBlock],
         eagerly_discard_variables: bool = True,
         *,
-        memory: Any = "reverse",
-        arithmetic: str = "auto",
+        memory: Memory = "reverse",
+        arithmetic: Arithmetic = "auto",
     ):
         super().__init__(memory, arithmetic)
         blocks = list(reversible_blocks)
@@ -56,6 +62,7 @@ class ReversibleSequence(Net):
         return list(dict.fromkeys(fn for block in self._blocks() for fn in (block.f_block, block.g_block)))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Both halves after all blocks."""
         return chained(self._parts(), x, memory=self.memory, arithmetic=self.arithmetic, verify=self.verify)
 
     def inverse(self, y: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from .._base.pytrees import each
 from .._engine.run import run
+from .._exact.choose import Arithmetic
 from ..errors import ProgramError
+from ..memory import Memory
 from ..modules import Chosen
 from ..rules import Add, Rule
 from ..update import Program, Update
@@ -73,7 +75,7 @@ class Through(nn.Module):
 class Stack(Chosen):
     """The reversible net inside a model. `memory`, `arithmetic` and `beta` may be set between forward passes."""
 
-    def __init__(self, owner: nn.Module, layers: nn.ModuleList, memory: Any, arithmetic: str, beta: float):
+    def __init__(self, owner: nn.Module, layers: nn.ModuleList, memory: Memory, arithmetic: Arithmetic, beta: float):
         self.owner, self.layers = owner, list(layers)
         families = [family_of(layer) for layer in layers]
         self.families: list[Any] = families
@@ -148,7 +150,7 @@ class Stack(Chosen):
             )
         return self._programs[key]
 
-    def through(self, x: Tensor, sides: list[dict[str, Any]], memory: Any) -> Tensor:
+    def through(self, x: Tensor, sides: list[dict[str, Any]], memory: Memory) -> Tensor:
         """The hidden states after all layers, each with its own side inputs. What layers share is one side input."""
         side: dict[str, Any] = {}
         known: dict[tuple[str, int], str] = {}

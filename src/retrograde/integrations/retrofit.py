@@ -12,6 +12,8 @@ from torch import nn
 
 from ..errors import ProgramError
 
+__all__ = ["Measured", "Retrofit"]
+
 _log = logging.getLogger("retrograde")
 
 

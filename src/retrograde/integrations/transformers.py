@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .._exact.choose import Arithmetic
 from ..errors import ProgramError
+from ..memory import Memory
 from ._families import stack_in
 from ._stack import Calls, Stack
 from .retrofit import Retrofit
@@ -21,7 +23,7 @@ _log = logging.getLogger("retrograde")
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def reversible_(model: Model, *, memory: Any = "reverse", arithmetic: str = "auto", beta: float | None = None) -> Model:
+def reversible_(model: Model, *, memory: Memory = "reverse", arithmetic: Arithmetic = "auto", beta: float | None = None) -> Model:
     """Re-wire the layers of a model of Hugging Face into a two-stream reversible net, in place, and return the model.
 
     x1 += attention(norm(x2)), x2 += mlp(norm(x1)) for each layer, both streams from the embeddings, and their mean to the final

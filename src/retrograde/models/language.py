@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
+from .._exact.choose import Arithmetic
 from ..errors import ProgramError
-from ..modules import Block, ReversibleSequence
+from ..memory import Memory
+from ..sequence import Block, ReversibleSequence
 from .loss import language_loss
+
+__all__ = ["Attention", "GatedMLP", "Language", "OneStream"]
 
 BASE = 10_000.0  # of the rotary wavelengths
 
@@ -32,6 +35,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
+        """What attention adds to a stream."""
         batch, length, width = x_BLD.shape
         q_BHLK, k_BHLK, v_BHLK = self.qkv(self.norm(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q_BHLK, k_BHLK = (rotated(t, cos_LK, sin_LK) for t in (q_BHLK, k_BHLK))
@@ -52,6 +56,7 @@ class GatedMLP(nn.Module):
         self.out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
+        """What the MLP adds to a stream."""
         gate, value = self.up(self.norm(x_BLD)).chunk(2, dim=-1)
         return dropout(self.out(silu(gate) * value), self.dropout, self.training)
 
@@ -59,14 +64,15 @@ class GatedMLP(nn.Module):
 class OneStream(nn.Module):
     """The same functions in an ordinary residual net, x += f(x), x += g(x): what the reversible net is compared with."""
 
-    def __init__(self, blocks: Iterable[tuple[nn.Module, nn.Module]], memory: Any = "store"):
+    def __init__(self, blocks: Iterable[tuple[nn.Module, nn.Module]], memory: Memory = "store"):
         super().__init__()
         if memory not in ("store", "checkpoint"):
             raise ProgramError(f"a net of one stream cannot be reversed: memory is 'store' or 'checkpoint', got {memory!r}")
-        self.memory = memory
+        self.memory: Memory = memory
         self.blocks = nn.ModuleList(Block(f, g) for f, g in blocks)
 
     def forward(self, x: Tensor, **side: Tensor) -> Tensor:
+        """`x` after all blocks; each f gets the side inputs."""
         for block in self.blocks:
             for fn in (partial(block, "f", **side), partial(block, "g")):
                 if self.memory == "checkpoint" and torch.is_grad_enabled():
@@ -101,8 +107,8 @@ class Language(nn.Module):
         context: int,
         *,
         vocabulary: int = 256,
-        memory: Any = "reverse",
-        arithmetic: str = "auto",
+        memory: Memory = "reverse",
+        arithmetic: Arithmetic = "auto",
         streams: int = 2,
         dropout: float = 0.0,
     ):
@@ -135,6 +141,7 @@ class Language(nn.Module):
                 nn.init.normal_(p, std=0.02 / (2 * depth) ** 0.5 if name.endswith("out.weight") else 0.02)
 
     def forward(self, tokens_BL: Tensor, next_BL: Tensor | None = None) -> Tensor:
+        """The mean loss in nats, or logits of every next byte where `next_BL` is not given."""
         length = tokens_BL.shape[1]
         if length > self.context:
             raise ProgramError(f"{length} bytes are longer than the context, {self.context}")

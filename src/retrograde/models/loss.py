@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
+__all__ = ["chunked_loss", "language_loss"]
+
 CHUNK = 4096  # positions whose logits exist at the same time
 
 

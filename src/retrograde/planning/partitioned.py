@@ -10,7 +10,8 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._base.torch_private import partitioner
-from ..modules import Net, Reversible, ReversibleSequence
+from ..modules import Net, Reversible
+from ..sequence import ReversibleSequence
 
 
 class Partitioned(nn.Module):
