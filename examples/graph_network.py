@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 import retrograde as rg
 from retrograde.bench.meter import LiveBytes
 from retrograde.bench.report import size
+from retrograde.memory import Memory
 
 
 def communities(nodes: int, kinds: int = 4, degree: int = 8, features: int = 16) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +61,7 @@ class GraphNetwork(nn.Module):
         return self.last(torch.cat([out[name] for name in self.names], dim=1))
 
 
-def activations(model: GraphNetwork, x: Tensor, edges: Tensor, memory: object) -> int:
+def activations(model: GraphNetwork, x: Tensor, edges: Tensor, memory: Memory) -> int:
     """Bytes at the peak of a training step, over parameters and gradients."""
     model.net.memory = memory
     model.zero_grad(set_to_none=False)  # gradients are there already, so they do not count

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 import retrograde as rg
 from retrograde.bench.meter import LiveBytes
 from retrograde.bench.report import size
+from retrograde.memory import Memory
 
 SHAPES = ("circle", "square", "triangle", "cross")
 
@@ -70,13 +71,13 @@ def classifier(depth: int, channels: int) -> nn.Sequential:
     )
 
 
-def use(model: nn.Module, memory: object) -> None:
+def use(model: nn.Module, memory: Memory) -> None:
     for part in model.modules():
         if isinstance(part, rg.ReversibleSequence):
             part.memory = memory
 
 
-def activations(model: nn.Module, batch: int, memory: object) -> int:
+def activations(model: nn.Module, batch: int, memory: Memory) -> int:
     """Bytes at the peak of a training step, over parameters and gradients."""
     use(model, memory)
     model.zero_grad(set_to_none=False)  # gradients are there already, so they do not count

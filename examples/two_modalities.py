@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import retrograde as rg
 from retrograde.bench.meter import LiveBytes
 from retrograde.bench.report import size
+from retrograde.memory import Memory
 
 PLACES, KINDS, FRAMES, SAMPLES = 6, 4, 8, 16
 
@@ -72,7 +73,7 @@ class SightAndSound(nn.Module):
         return self.answer((out["m1"] + out["m2"]).mean(1))
 
 
-def activations(model: SightAndSound, batch: int, memory: object) -> int:
+def activations(model: SightAndSound, batch: int, memory: Memory) -> int:
     """Bytes at the peak of a training step, over parameters and gradients."""
     model.net.memory = memory
     model.zero_grad(set_to_none=False)  # gradients are there already, so they do not count

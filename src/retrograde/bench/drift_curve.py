@@ -110,7 +110,7 @@ def net_of(depth: int, gain: float) -> rg.ReversibleSequence:
     return net
 
 
-def error_of(net: rg.ReversibleSequence, autocast: torch.dtype | None, arithmetic: str) -> float | None:
+def error_of(net: rg.ReversibleSequence, autocast: torch.dtype | None, arithmetic: Any) -> float | None:
     """The relative error of all gradients under reverse, against store on the same arithmetic."""
     generator = torch.Generator().manual_seed(1)
     x, cotangent = (torch.randn(BATCH, n * WIDTH, generator=generator).to(next(net.parameters())) for n in (1, 2))

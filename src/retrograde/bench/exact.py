@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def steps(device: str, sizes: dict[str, int], compiled: bool) -> dict[str, Timin
         for name, fn in list(block.named_children()):
             setattr(block, name, torch.compile(fn))
 
-    def step(arithmetic: str, memory: str) -> None:
+    def step(arithmetic: Any, memory: Any) -> None:
         net.arithmetic, net.memory = arithmetic, memory
         with torch.autocast(device, torch.bfloat16):
             out: Tensor = net(x)

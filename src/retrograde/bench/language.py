@@ -29,7 +29,7 @@ SIZES = {"width": 1024, "heads": 16, "context": 8192, "batch": 4, "rounds": 4}
 class Step:
     """One step of one model: forward, backward and AdamW."""
 
-    def __init__(self, sizes: dict[str, Any], depth: int, memory: str, inside: bool):
+    def __init__(self, sizes: dict[str, Any], depth: int, memory: Any, inside: bool):
         torch.manual_seed(0)
         self.device, self.autocast = sizes["device"], sizes["precision"] == "bf16"
         with torch.device(self.device):
@@ -63,7 +63,7 @@ class Step:
         return self.resting_bytes() + meter.peak
 
 
-def row(sizes: dict[str, Any], depth: int, memory: str, inside: bool) -> dict[str, Any]:
+def row(sizes: dict[str, Any], depth: int, memory: Any, inside: bool) -> dict[str, Any]:
     """What is measured at one point; where memory does not suffice, that."""
     found: dict[str, Any] = {"depth": depth, "policy": memory, "step_in_backward": inside}
     try:

@@ -22,7 +22,7 @@ from .report import origin, save
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LR, ROWS = 2e-3, 8
-VARIANTS = {"store": ("store", "float"), "exact": ("reverse", "exact"), "float": ("reverse", "float")}
+VARIANTS: dict[str, tuple[Any, Any]] = {"store": ("store", "float"), "exact": ("reverse", "exact"), "float": ("reverse", "float")}
 LOOKS: dict[str, dict[str, Any]] = {  # they lie on top of each other
     "store": {"color": "#c4c8ce", "linewidth": 5},
     "exact": {"color": "#1d4ed8", "linewidth": 1.6},

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def steps(device: str, sizes: dict[str, int]) -> dict[str, Timing]:
         net = transformer(sizes["depth"], sizes["width"], sizes["heads"])
         x = torch.randn(sizes["batch"], sizes["length"], sizes["width"])
 
-    def step(verify: str) -> None:
+    def step(verify: Any) -> None:
         net.verify = verify
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             out: Tensor = net(x)

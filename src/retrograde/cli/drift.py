@@ -135,7 +135,7 @@ def measured(setting: dict[str, Any], note: Callable[[str], None]) -> Iterator[P
 
 
 def errors_of(
-    setting: dict[str, Any], given: Given, autocast: torch.dtype | None, arithmetic: str, note: Callable[[str], None]
+    setting: dict[str, Any], given: Given, autocast: torch.dtype | None, arithmetic: Any, note: Callable[[str], None]
 ) -> tuple[float | None, float | None]:
     """Of the gradients and of the streams."""
     for program in given.programs:

@@ -135,7 +135,7 @@ def told(settings: Settings, outcome: Outcome, watch: Watch, looks: list[float],
     }
 
 
-def policy(text: str, option: str = "--memory") -> object:
+def policy(text: str, option: str = "--memory") -> Any:
     """The policy of retrograde that a word names.
 
     >>> policy("last:8"), policy("budget:1KiB"), policy("reverse")
