@@ -775,11 +775,11 @@ BAD = {
     "threshold": (lambda: reformer.ReversibleSequence([(f, f)], reverse_thres=-1), ["length must be a whole number"]),
     "video and audio of other batches": (
         lambda: dual(SELF)(X, X[:1], context=X),
-        ["video and audio", "of one batch and width", "(2, 5, 6) and (1, 5, 6)"],
+        ["video and audio", "with the same batch and width", "(2, 5, 6) and (1, 5, 6)"],
     ),
     "video and audio of other widths": (
         lambda: dual(SELF)(X, X[..., :4], context=X),
-        ["of one batch", "(2, 5, 6) and (2, 5, 4)"],
+        ["with the same batch", "(2, 5, 6) and (2, 5, 4)"],
     ),
     "video of other dims": (lambda: dual(SELF)(X[0], X[0], context=X), ["must be (batch, length, width)", "(5, 6)"]),
     "no context": (lambda: dual(SELF, CROSS)(X, X), ["block 1, a ReversibleCrossAttnBlock, needs a context", "Pass context="]),

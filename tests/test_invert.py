@@ -199,7 +199,7 @@ def test_sequence_that_cannot_be_inverted(split, merge, memory):
     """The mean or the sum of two streams does not tell them apart; the message says which merges do."""
     net = rg.ReversibleSequence([mlps(2)], split=split, merge=merge, memory=memory)
     y = net(draw(3, WIDTH * (2 if split == "chunk" else 1)))
-    with pytest.raises(rg.ProgramError, match=f"merge='{merge}'.*cannot be undone.*'cat' or None"):
+    with pytest.raises(rg.ProgramError, match=f"merge='{merge}'.*cannot be recovered.*'cat' or merge=None"):
         net.inverse(y)
 
 

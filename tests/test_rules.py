@@ -282,7 +282,7 @@ def test_affine_limit():
         off[limit] = float((back["a"] - streams["a"]).abs().max())
     assert off[None] > 0.1
     assert off[2.0] < 1e-14
-    with pytest.raises(rg.ProgramError, match="limit is a positive number"):
+    with pytest.raises(rg.ProgramError, match="limit must be a positive number"):
         rg.Affine(log=False, limit=1.0)
 
 
@@ -606,7 +606,7 @@ def test_the_inverse_of_momentum_far_beyond_the_range(dtype, size):
 
 def test_affine_refusals():
     for limit in (0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(rg.ProgramError, match="limit is a positive number"):
+        with pytest.raises(rg.ProgramError, match="limit must be a positive number"):
             rg.Affine(limit=limit)
     whole = torch.arange(18).reshape(3, 6)
     with pytest.raises(rg.ProgramError, match=r"update 0: .*the affine rule is for streams of floating point"):
