@@ -23,11 +23,12 @@ from .._exact.range import Ledger
 from .._exact.streams import Exact, carried, read
 from ..update import Program, Update
 from . import budget
-from .backward import Run
 from .budget import Learned, Purse
 from .call import Streams, apply, call, fitting, observe, sources_of
 from .context import Context
+from .forward import forward, keep_finals
 from .lean import looks, two_forms, use_lean
+from .records import Run
 from .verify import check_verify, settle
 
 before_each_run: list[Callable[[Iterable[Any]], None]] = []  # called with the modules of a program: who adds one may refuse it
@@ -214,9 +215,9 @@ def _walkable(program: Program, indices: range, state: Streams, context: Context
         name = program.components[index]
         if name not in runs:
             runs[name] = Run(context, **how)
-        runs[name].forward(index, program.updates[index], state)
+        forward(runs[name], index, program.updates[index], state)
     for made in runs.values():
-        made.keep_finals(state)
+        keep_finals(made, state)
 
 
 def _within(limit: int | str, program: Program, indices: range, state: Streams, side: Streams, context: Context) -> bool:
@@ -268,7 +269,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
 def _checkpoint(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> bool:
     """Keep the sources of each update: a run of its own for each, and nothing to undo."""
     for index in indices:
-        Run(context, keeps_sources=True).forward(index, program.updates[index], state)
+        forward(Run(context, keeps_sources=True), index, program.updates[index], state)
     return True
 
 
