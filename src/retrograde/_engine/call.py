@@ -12,11 +12,11 @@ from torch import Tensor
 from .. import errors
 from .._base.pytrees import flatten, tensors
 from .._exact import cuda as fused
+from .._exact.sketch import Table, take
 from .._exact.streams import Exact, Note, read
 from ..rules import Add, Inverted
 from ..update import Update
 from .replay import replaying
-from .sketch import Table, take
 
 Streams: TypeAlias = dict[str, Any]
 _version = attrgetter("_version")

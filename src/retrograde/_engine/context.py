@@ -9,13 +9,14 @@ from torch import Tensor
 
 from .. import errors
 from .._base.function_modules import Held
+from .._base.generators import Draws, generators
 from .._base.pytrees import tensors
 from .._base.torch_private import tree_flatten, tree_unflatten
 from ..update import Program
 from .call import Streams
 from .cuda_graph import capturing
 from .module_state import ModuleState
-from .replay import Draws, generators, modes
+from .replay import modes
 from .verify import Verification
 
 _HOLE = object()

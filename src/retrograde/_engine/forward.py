@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import errors
 from .._base.pytrees import detached, each, flatten, tensors
 from .._base.torch_private import pop_hooks, push_hooks, version_of
+from .._exact.sketch import PROJECTIONS, take, usable
 from .._exact.streams import Exact
 from ..update import Update
 from .backward import start, unpacker
@@ -25,7 +26,6 @@ from .lean import use_lean
 from .module_state import ModuleState
 from .nodes import keep, packer, vault
 from .records import Record, Run
-from .sketch import PROJECTIONS, take, usable
 
 _at_end = itemgetter(3)
 _target, _sources = attrgetter("update.target"), attrgetter("update.sources")

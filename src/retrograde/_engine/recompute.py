@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import errors
 from .._base.pytrees import each, flatten, tensors, unflatten, with_strides
 from .._base.torch_private import home_of, keeps_graph, pop_hooks, push_hooks, set_grad
+from .._exact.sketch import take
 from .._exact.streams import read
 from .call import Streams, apply, call, observe, put_on
 from .context import Context
@@ -19,7 +20,6 @@ from .lean import use_lean
 from .nodes import packer, source
 from .records import Record, Walk
 from .replay import recomputing
-from .sketch import take
 
 _look = attrgetter("shape", "dtype", "device", "_version")
 

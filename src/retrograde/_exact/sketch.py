@@ -6,7 +6,7 @@ Infinite elements and NaN are counted and left out of the sums.
 
 - On a CPU a sketch is a list of numbers, taken with one or two small products.
 - On other devices it is a row in one table for the whole pass. On CUDA the kernel that adds the output of fn to its stream
-  writes it (fused.py). Nobody waits for the device (verify.py).
+  writes it (cuda.py). Nobody waits for the device (verify.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._base.pytrees import tensors
 from .._base.torch_private import any_autocast, in_transform, no_dispatch
-from .._exact import cuda as fused
+from . import cuda as fused
 
 PROJECTIONS = 4
 # On a CPU a row has the projections and how many elements are infinite and how many NaN. In a table there stand between them the
@@ -29,9 +29,7 @@ PROJECTIONS = 4
 SQUARES, TARGET = PROJECTIONS, PROJECTIONS + 1
 COLUMNS = PROJECTIONS + 4
 _BLOCK = 1024  # weights are made so many at a time: more of them never change the first ones
-_FLAT = (
-    4096  # up to so many elements each has its own weight; more are taken as a matrix, with a weight per row and one per column
-)
+_FLAT = 4096  # up to so many elements each has its own weight; more are a matrix, with a weight per row and one per column
 
 
 def usable(t: Tensor) -> bool:
