@@ -43,7 +43,7 @@ from .parts import version_of
 from .purse import Purse
 from .recompute import recompute, versions_of
 from .record import Record, describe, packer
-from .sketch import PROJECTIONS, take, usable
+from .sketch import strange, take, usable
 from .streams import detached, each, flatten, tensors, unflatten
 from .update import Update
 from .walks import Walk, enrol, retire
@@ -137,7 +137,7 @@ class Run:
         else:
             state[update.target], row = put_on(index, update, target, out, table)
         if verification is not None:
-            verification.note(record, row, target)
+            verification.note(record, row, target, state[update.target])
         if not self.keeps_sources and self.spoilt(record, target, out, state[update.target]):
             record.kept = detached(target)
 
@@ -146,7 +146,7 @@ class Run:
         if isinstance(target, Exact):
             return target.spoilt_in(changed)
         if record.row is not None:
-            return any(record.row[PROJECTIONS:])
+            return strange(record.row)
         sums = (t.detach().sum().item() for t in tensors(out) if t.is_cpu and t.is_floating_point() and usable(t))
         return self.context.verification is None and not all(map(math.isfinite, sums))
 
