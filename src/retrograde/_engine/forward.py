@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import errors
 from .._base.pytrees import detached, each, flatten, tensors
 from .._base.torch_private import pop_hooks, push_hooks, version_of
-from .._exact.sketch import PROJECTIONS, take, usable
+from .._exact.sketch import strange, take, usable
 from .._exact.streams import Exact
 from ..update import Update
 from .backward import start, unpacker
@@ -79,7 +79,7 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
     else:
         state[update.target], row = put_on(index, update, target, out, table)
     if verification is not None:
-        verification.note(record, row, target)
+        verification.note(record, row, target, state[update.target])
     if not run.keeps_sources and _spoilt(run, record, target, out, state[update.target]):
         record.kept = detached(target)
 
@@ -133,7 +133,7 @@ def _spoilt(run: Run, record: Record, target: Any, out: Any, changed: Any) -> bo
     if isinstance(target, Exact):
         return target.spoilt_in(changed)
     if record.row is not None:
-        return any(record.row[PROJECTIONS:])
+        return strange(record.row)
     sums = (t.detach().sum().item() for t in tensors(out) if t.is_cpu and t.is_floating_point() and usable(t))
     return run.context.verification is None and not all(map(math.isfinite, sums))
 

@@ -42,7 +42,7 @@ def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
             sources = _sources_again(record, walk.state)
             push_hooks(packer(store), _reader(store, record))
             try:
-                row, out, target = _run(walk, record, context, sources, swap)
+                seen = _run(walk, record, context, sources, swap)
             finally:
                 pop_hooks()
         finally:
@@ -59,22 +59,22 @@ def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
     if now != record.meta:
         _check_captured(record, [sources, walk.side, swap.put_in], values, now)
     if context.verification is not None:  # at last, as what was said so far says more
-        context.verification.compare(record, row, out, target)
+        context.verification.compare(record, *seen)
     for j in record.stale:
         values[j] = None  # asked for, it is an error
     return values
 
 
-def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap: Any) -> tuple[Any, Any, Any]:
+def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap: Any) -> tuple[Any, ...]:
     """fn, then the rule: undone, and applied again if it saves tensors of its own.
 
-    Returns the sketch of what fn returned, that itself, and the target as it was before the update.
+    Returns the sketch of what fn returned, that itself, and the target before the update and after it.
     """
     state, index, update, rule = walk.state, record.index, record.update, record.update.rule
     table = None if context.verification is None else context.verification.second
     given = None if record.given is None else DrawnAgain(record.given, record.where)
     out = call(index, update, state, sources, walk.side, given)
-    target = state.get(update.target)
+    changed = target = state.get(update.target)
     if walk.at > record.number:
         if why := rule.mismatch(target, out):
             raise errors.other_path(record.where, why)
@@ -91,7 +91,7 @@ def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap:
     if rule.saves:
         observe(index, update, [*sources, target], out)
         apply(index, update, _target_again(record, target), out)
-    return row, out, target
+    return row, out, target, changed
 
 
 def _stored(walk: Walk, record: Record) -> list[Tensor | None]:
