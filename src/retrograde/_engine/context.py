@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from .. import errors
+from .._base.cuda_graph import capturing
 from .._base.function_modules import Held
 from .._base.generators import Draws, generators
 from .._base.pytrees import tensors
 from .._base.torch_private import tree_flatten, tree_unflatten
 from ..update import Program
 from .call import Streams
-from .cuda_graph import capturing
 from .module_state import ModuleState
 from .replay import modes
 from .verify import Verification

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from .._base.cuda_graph import Drawn
+from .._base.lean import use_lean
 from .._base.pytrees import detached, each, flatten, tensors
 from .._base.torch_private import pop_hooks, push_hooks, version_of
 from .._exact.sketch import strange, take, usable
@@ -21,8 +23,6 @@ from .._exact.streams import Exact
 from ..update import Update
 from .backward import start, unpacker
 from .call import Streams, apply, call, fitting, observe, put_on, sources_of
-from .cuda_graph import Drawn
-from .lean import use_lean
 from .module_state import ModuleState
 from .nodes import keep, packer, vault
 from .records import Record, Run

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from .. import errors
+from .._base.cuda_graph import DrawnAgain
+from .._base.lean import use_lean
 from .._base.pytrees import each, flatten, tensors, unflatten, with_strides
 from .._base.torch_private import home_of, keeps_graph, pop_hooks, push_hooks, set_grad
 from .._exact.sketch import take
 from .._exact.streams import read
 from .call import Streams, apply, call, observe, put_on
 from .context import Context
-from .cuda_graph import DrawnAgain
-from .lean import use_lean
 from .nodes import packer, source
 from .records import Record, Walk
 from .replay import recomputing

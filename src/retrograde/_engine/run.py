@@ -15,6 +15,7 @@ from .. import errors
 from .. import memory as policies
 from .._base import tracing
 from .._base.function_modules import Held
+from .._base.lean import looks, two_forms, use_lean
 from .._base.pytrees import dense, each, tensors
 from .._base.torch_private import in_forward_mode, in_transform, outside_traces, under_hooks
 from .._base.tracing import at_trace_time, named, whole_graph
@@ -27,7 +28,6 @@ from .budget import Learned, Purse
 from .call import Streams, apply, call, fitting, observe, sources_of
 from .context import Context
 from .forward import forward, keep_finals
-from .lean import looks, two_forms, use_lean
 from .records import Run
 from .verify import check_verify, settle
 

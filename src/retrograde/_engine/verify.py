@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from .._base.cuda_graph import capturing
 from .._base.pytrees import tensors
 from .._base.torch_private import at_end_of_backward, graph_task
 from .._exact.sketch import PROJECTIONS, SQUARES, TARGET, WIDTH, Table, squares, take
 from ..rules import by_user
-from .cuda_graph import capturing
 
 NAMES = ("error", "warn", "off")
 FLOOR = 300  # roundings of a stream: a difference smaller than so many is lost in the stream anyway
