@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import pickle
 import random
 import sys
@@ -20,6 +21,7 @@ from .parts import STANDARD, Around, modules_of, version_of
 
 _CONTAINERS = (list, dict, set, collections.deque)
 _SMALL = 1 << 16  # bytes of a numpy array that is looked at
+_FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _MISSING = object()
 
 
@@ -162,25 +164,11 @@ def _methods(kind: type) -> list[types.FunctionType]:
 
 
 def _globals(functions: list[types.FunctionType]) -> Iterator[Place]:
-    """The globals with something changeable in them, by name, that the functions and those that they name use."""
-    todo, seen = list(functions), set()
-    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    while todo:
-        fn = todo.pop()
-        if fn in seen:
-            continue
-        seen.add(fn)
-        around, names = found.setdefault(id(fn.__globals__), (fn.__globals__, set()))
-        for name in around:
-            value = around.get(name, _MISSING)
-            if isinstance(value, types.FunctionType):
-                if value.__globals__ is around:
-                    todo.append(value)
-            elif value is not _MISSING and not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
-                names.add(name)
-    for key, (around, names) in found.items():
+    """What stands in the files of the functions and may change: neither functions nor classes nor modules."""
+    for around in {id(fn.__globals__): fn.__globals__ for fn in functions}.values():
+        names = {name for name, value in around.items() if not name.startswith("__") and not isinstance(value, _FIXED)}
         if names:
-            yield Place((key, *sorted(names)), "global", "", *_named(around, names))
+            yield Place(id(around), "global", "", *_named(around, names))
 
 
 def _named(around: dict[str, Any], names: set[str]) -> tuple[Any, Any, Any]:
@@ -236,9 +224,19 @@ def _restore(value: Any, content: Any) -> None:
         value.bit_generator.state = content
     elif _is_numpy(value, "ndarray"):
         value[...] = content
-    else:
+    elif not _same(value, content):
         value.clear()
         (value.extend if isinstance(value, (list, collections.deque)) else value.update)(content)
+
+
+def _same(value: Any, content: Any) -> bool:
+    """Whether a container holds the same objects, in the same order where it has one."""
+    if isinstance(value, set):
+        return value == content
+    if isinstance(value, dict) and not all(map(operator.is_, value, content)):
+        return False
+    parts = (one.values() if isinstance(one, dict) else one for one in (value, content))
+    return len(value) == len(content) and all(map(operator.is_, *parts))
 
 
 def _is_numpy(value: Any, name: str) -> bool:
