@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Report:
 
     def __str__(self) -> str:
         if self.ok and self.replayed == 0:
-            said = "nothing was compared: under this memory policy no function is recomputed"
+            said = "gradients agree with memory='store', as no function was recomputed: another policy may find faults"
         elif self.ok:
             steps = f" in {self.steps} steps" if self.steps > 1 else ""
             said = f"gradients agree with memory='store'{steps} (largest relative error {self.worst:.1e})"
@@ -123,11 +124,11 @@ def _step(trial: Trial) -> tuple[Report, Pass | None]:
     """One step, on its own batch and from its own state; and the pass under checkpoint, unless something went wrong before."""
     own = trial.run()
     if own.error is not None:
-        first, findings = own.error.where, with_lines(own, faults(own), lambda places: trial.run(traced=places))
+        first, findings = own.error.where, with_lines(own, faults(own), trial.run)
         cause = _cause_at(findings, first) or str(own.error).removeprefix(f"{first}: ")
         return Report(ok=False, first=first, cause=cause, findings=findings), None
     watched, findings, notes = _on_the_same_sources(trial, own)
-    findings += with_lines(own, drifting(own, findings), lambda places: trial.run(traced=places))
+    findings += with_lines(own, drifting(own, findings), trial.run)
     true = trial.run("store").need()
     total = norm(*true.values())
     if not math.isfinite(total):
@@ -163,7 +164,7 @@ def _on_the_same_sources(trial: Trial, own: Pass) -> tuple[Pass, list[Finding], 
     made = own if same else trial.run("checkpoint")
     memory = None if same else "checkpoint"
     if found := faults(made):
-        return made, with_lines(made, found, lambda places: trial.run(memory, traced=places)), []
+        return made, with_lines(made, found, partial(trial.run, memory)), []
     names = ((place.where, " and its ".join(map(str, changes))) for place, changes in made.changed.items())
     return made, [], [f"{where}: it changes its {what}, which did no harm here" for where, what in names]
 
@@ -178,9 +179,10 @@ def _of_counters(trial: Trial, watched: Pass) -> list[Finding]:
     }
     for number in FAR if counters else ():
         far = [change._replace(value=number) for change in counters.values()]
-        made = trial.run("checkpoint", counters=far)
+        again = partial(trial.run, "checkpoint", counters=far)
+        made = again()
         if found := [f for f in faults(made) if f.kind == "stateful"]:
-            found = with_lines(made, found, lambda places: trial.run("checkpoint", traced=places, counters=far))
+            found = with_lines(made, found, again)
             return [replace(f, detail=f"{f.detail}, when its counters stand at {number}") for f in found]
     return []
 

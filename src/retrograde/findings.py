@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from .update import Inverted, Update
 
 KINDS = {  # and what to write instead
     "non-deterministic": "let fn depend on its inputs alone, and draw from torch's generators, as torch.rand does",
-    "stateful": "keep it in a buffer (register_buffer): the recomputation sees it as it was; or change it `if not rg.replaying()`",
+    "stateful": "keep it in a buffer (register_buffer): a recomputation sees it as it was; or change it `if not rg.replaying()`",
     "editing": "let fn work on a copy: `x = x * 0.5` for `x *= 0.5`, `x.clamp(-1, 1)` for `x.clamp_(-1, 1)`",
     "wrong rule": "let undo(apply(target, out), out) be the target: undo must use `out` just as apply does",
     "wrong backward": "let the autograd.Function keep tensors in ctx.save_for_backward alone, and edit none of them",
@@ -161,11 +161,11 @@ def wrong_backward(own: Pass, where: str | None) -> Finding | None:
     return None
 
 
-def with_lines(made: Pass, found: Iterable[Finding], again: Callable[[Collection[Place]], Pass]) -> list[Finding]:
+def with_lines(made: Pass, found: Iterable[Finding], again: Callable[..., Pass]) -> list[Finding]:
     """The findings with the lines to change, from one more pass that follows the faulty fns line by line."""
     found = list(found)
     wanted = {f.place for f in found if f.kind in ("non-deterministic", "stateful", "editing")}
-    traced = again(wanted) if wanted else None
+    traced = again(traced=wanted) if wanted else None
     updates = {place: update for place, (_, update) in made.updates.items()}
     found = [f if f.line else f.at_line(_line(f, traced, updates.get(f.place))) for f in found]
     return [replace(f, advice=_advice(f, updates.get(f.place))) for f in found]

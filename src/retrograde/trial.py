@@ -83,11 +83,12 @@ class Trial:
     def _kept(self, made: Pass, memory: Any, error: Exception) -> RetrogradeError:
         """A later step raises an error. If it does on the first batch as well, fn keeps something of an earlier step."""
         place = next(iter(made.changed or self._changed), None)
+        if place is None:
+            raise Unfit(f"{type(error).__name__}: {error}") from error
         self.now.put_back()
         try:
-            if place is not None:
-                with instead(memory, verify="off"):
-                    self._gradients(made, self.given)
+            with instead(memory, verify="off"):
+                self._gradients(made, self.given)
         except Exception:
             names = " and its ".join(map(str, self._changed[place]))
             why = f"a later step raises {type(error).__name__}: {error}. fn keeps something of an earlier one, in its {names}"
