@@ -19,6 +19,7 @@ from .update import Update
 
 STEPS = 3
 FAR = (9_999, 10_000)  # where counters are set to: a check of theirs may come before or after they are counted up
+_NOT_FINITE = "gradients are not finite under memory='store' either"
 _IN_STEP = "in step {}, on another batch"
 
 
@@ -94,7 +95,7 @@ def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
             except Unfit as error:
                 report.notes.append(f"one step was checked, as the net does not take a batch made of its input: {error}")
                 break
-            if later.errors and not math.isfinite(later.worst):
+            if later.cause == _NOT_FINITE:
                 report.notes.append("one step was checked, as gradients are not finite on a batch made of the input")
                 break
             report = _together(report, later)
@@ -132,8 +133,7 @@ def _step(trial: Trial) -> tuple[Report, Pass | None]:
     true = trial.run("store").need()
     total = norm(*true.values())
     if not math.isfinite(total):
-        cause = "gradients are not finite under memory='store' either"
-        return Report(ok=False, errors={"": math.inf}, cause=cause, findings=findings), None
+        return Report(ok=False, cause=_NOT_FINITE, findings=findings), None
     errors = {name: relative(own.gradients[name], true[name], total * _noise(true[name])) for name in true}
     bad = [name for name in true if not errors[name] <= tolerance(true[name])]
     first, cause = None, None
