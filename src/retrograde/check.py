@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from .drift import Pass, Place, norm, relative, tolerance, vector_error
+from .errors import RetrogradeError
 from .findings import Finding, drifting, faults, with_lines, wrong_backward
 from .parts import modules_of
-from .trial import Trial, Unfit
+from .trial import Trial
 from .update import Update
 
 STEPS = 3
@@ -92,8 +93,11 @@ def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
             trial.next_step()
             try:
                 later, watched = _step(trial)
-            except Unfit as error:
-                report.notes.append(f"one step was checked, as the net does not take a batch made of its input: {error}")
+            except RetrogradeError:
+                raise
+            except Exception as error:
+                why = f"the net does not take a batch made of its input: {type(error).__name__}: {error}"
+                report.notes.append(f"one step was checked, as {why}")
                 break
             if later.cause == _NOT_FINITE:
                 report.notes.append("one step was checked, as gradients are not finite on a batch made of the input")

@@ -17,10 +17,6 @@ from .parts import modules_of
 from .plain import Change, Plain, Snapshot, python_states, unmade
 
 
-class Unfit(Exception):
-    """The net does not take the batch that was made for a later step."""
-
-
 class Trial:
     """A net and what it is given, for passes under one memory policy or another.
 
@@ -81,10 +77,13 @@ class Trial:
         self.now.put_back()
 
     def _kept(self, made: Pass, memory: Any, error: Exception) -> RetrogradeError:
-        """A later step raises an error. If it does on the first batch as well, fn keeps something of an earlier step."""
+        """A later step raises an error. If it does on the first batch as well, fn keeps something of an earlier step.
+
+        If it does not, the net does not take the batch that was made for this step.
+        """
         place = next(iter(made.changed or self._changed), None)
         if place is None:
-            raise Unfit(f"{type(error).__name__}: {error}") from error
+            raise error
         self.now.put_back()
         try:
             with instead(memory, verify="off"):
@@ -94,7 +93,7 @@ class Trial:
             why = f"a later step raises {type(error).__name__}: {error}. fn keeps something of an earlier one, in its {names}"
             made.last = place
             return NotRepeated(why, place.where)
-        raise Unfit(f"{type(error).__name__}: {error}") from error
+        raise error
 
     def _finds(self, fn: Any) -> None:
         """A fn, before it is called for the first time."""
