@@ -1,5 +1,6 @@
 """rg.check.gradients: passes sound nets, finds planted faults and names the update, and leaves everything as it was."""
 
+import collections
 import functools
 import random
 import re
@@ -605,7 +606,9 @@ def test_a_moving_average_shows_on_another_batch(memory, batch):
         (finding,) = report.findings
         assert net.get_submodule(finding.program).blocks[0].g.average is None, "as it was"
         assert (finding.kind, finding.where) == ("stateful", "update 1: x2 += Average(x1)")
-        assert finding.detail.startswith("it changes its attribute 'average', and recomputed on the same sources it returned")
+        assert finding.detail.startswith(
+            "it changes its attribute 'average', and when recomputed on the same sources, it returned"
+        )
         assert finding.detail.endswith(", in step 2, on another batch")
         assert finding.code.endswith("# here")
         assert report.steps == 2
@@ -752,3 +755,17 @@ def test_parameters_that_fn_edits_are_put_back():
     assert report.ok, str(report)
     assert torch.equal(net.blocks[0].f.scale, torch.ones(WIDTH).double())
     assert not net.blocks[0].f.made
+
+
+QUEUE = collections.deque([1, 2])
+
+
+def test_globals_that_nothing_changes_are_not_touched():
+    """`__builtins__` is among the globals of a function: to clear and refill it would end the process."""
+
+    def fn(x):
+        return x.sin() * len(QUEUE)
+
+    going = iter(QUEUE)
+    assert rg.check.gradients(rg.Reversible([rg.Update("a", fn, "b"), rg.Update("b", torch.sin, "a")]), streams()).ok
+    assert next(going) == 1, "it would raise an error after an edit"

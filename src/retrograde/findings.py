@@ -111,7 +111,7 @@ def _of_backward(made: Pass, place: Place) -> Line | None:
 
 def _fault(t: Recomputed) -> Finding | None:
     """What a fn does wrong, if it does."""
-    other = f"recomputed on the same sources it returned something else, relative difference {t.output:.1e}"
+    other = f"when recomputed on the same sources, it returned something else, relative difference {t.output:.1e}"
     if t.drawn:
         what = f"it draws from {' and '.join(t.drawn)}, which backward does not repeat"
         why = "" if t.relative else f" ({other if t.output else 'this time its output was the same'})"
