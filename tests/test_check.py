@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import REPLAYED, WIDTH, Attend, draw, mlp, mlps, rg
+from test_sound import Leaves, Rotary, Routed
 from torch import nn
 
 
@@ -140,6 +141,13 @@ SOUND = {
         [draw().detach().float()],
         {},
     ),
+    "a cache that grows": lambda: (rg.Reversible(rg.wirings.leapfrog([Rotary() for _ in range(3)])), [streams()], {}),
+    "a loss left in an attribute": lambda: (
+        rg.Reversible(rg.wirings.leapfrog([Leaves(lambda fn, loss: setattr(fn, "last", loss)) for _ in range(3)])),
+        [streams()],
+        {},
+    ),
+    "experts": lambda: (rg.Reversible(rg.wirings.leapfrog([Routed() for _ in range(3)])), [streams()], {}),
     "eval": lambda: (between_layers().eval(), [draw(8, WIDTH)], {}),
 }
 
@@ -169,6 +177,7 @@ def test_sound_nets_pass_and_nothing_is_changed(case, memory):
     assert "agree with memory='store'" in str(report)
     assert report.first is None
     assert report.findings == [], str(report)
+    assert report.steps == 3
     wanted = [name for name, p in net.named_parameters() if p.requires_grad]
     assert set(wanted) < set(report.errors), "parameters and inputs are compared"
     now, others_now = snapshot(net, inputs)
