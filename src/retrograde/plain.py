@@ -121,7 +121,7 @@ class Snapshot:
     def add(self, modules: Iterable[nn.Module], places: Iterable[Place]) -> None:
         """What turns out to belong to the net as well, as it is now."""
         for slots in (slots for m in modules for slots in (m._parameters, m._buffers)):
-            if id(slots) not in self.slots:
+            if id(slots) not in self.slots and isinstance(slots, dict):  # TorchScript's are none, and are refused later
                 self.slots[id(slots)] = slots, dict(slots)
                 self._keep(slots.values())
         for place in places:
