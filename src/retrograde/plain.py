@@ -171,7 +171,7 @@ def _globals(functions: list[types.FunctionType]) -> Iterator[Place]:
             continue
         seen.add(fn)
         around, names = found.setdefault(id(fn.__globals__), (fn.__globals__, set()))
-        for name in around:
+        for name in [name for name in around if not name.startswith("__")]:  # `__builtins__` is a dict that all code needs
             value = around.get(name, _MISSING)
             if isinstance(value, types.FunctionType):
                 if value.__globals__ is around:
