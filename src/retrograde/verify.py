@@ -62,7 +62,6 @@ class Verification:
         self.drift = DRIFT[eps < 1e-10]
         self.floor = FLOOR * min(eps, torch.finfo(torch.float32).eps)
         self.slack = SLACK[eps < 1e-10]
-        self.has_nan = False  # in the output of some fn: gradients are NaN as well, and there is nothing to report
         self.table = self._table()
         self.tables: dict[int, tuple[Table, dict[int, Limits]]] = {}  # of recomputations, by graph task
 
@@ -88,7 +87,6 @@ class Verification:
     def note(self, record: Any, row: list[float] | None, target: Any, changed: Any) -> None:
         """The sketch of what fn returned in the first run, and that of the target before the rule of a user changes it."""
         record.row = row
-        self.has_nan = self.has_nan or (row is not None and any(row[WIDTH - 1 :: WIDTH]))
         if by_user(record.update.rule):
             at = self.count + record.index
             record.target_row = take(at, target, self.first)
@@ -120,7 +118,7 @@ class Verification:
             floors = [limits.floor**2 * (of[i] if len(of) == len(sizes) else sum(of)) for i in range(len(sizes))]
             for a, b, size, floor in zip(_leaves(first), _leaves(second), sizes, floors, strict=True):
                 if a[PROJECTIONS:] != b[PROJECTIONS:]:
-                    far = max(far, 0.0 if self.has_nan else math.inf)
+                    far = math.inf
                 elif a != b:
                     far = max(far, _apart(a, b) / math.sqrt(size + floor) if size + floor else math.inf)
             if far > limits.warn:
@@ -204,7 +202,7 @@ class _Case:
         for event in self.events:
             event.synchronize()
         pairs = [(first.tolist(), second.tolist()) for first, second in self.tables]
-        has_nan = self.of.has_nan or any(row[-1] for first, _ in pairs for row in first)
+        has_nan = any(row[-1] for first, _ in pairs for row in first)  # gradients are NaN as well, there is nothing to report
         found, rows = [], self.of.table.count
         for at in sorted(self.wanted, key=lambda at: (-(at % self.of.count), at)):
             limits = self.wanted[at]
