@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from .._base.generators import Draws, generators
 from .._base.routes import checked_pair
 from .._base.splitting import halves, joined
-from .._engine.replay import Draws, generators
 from .._engine.run import invert, run
 from ..errors import ProgramError
 from ..memory import Memory
