@@ -15,6 +15,8 @@ import torch
 from support import WIDTH, assert_same, draw, gradients, mlp, rg
 from torch import nn
 
+from retrograde import memory
+
 PUBLIC = ("errors", "rules", "update", "wirings", "memory", "modules", "sequence", "transformer", "optimizer", "check")
 PACKAGES = ("compat", "integrations", "models")
 
@@ -367,8 +369,6 @@ def test_store_last_counts_blocks(case):
 @pytest.mark.parametrize("case", BLOCKS)
 def test_anchor_counts_blocks(case):
     """Streams are kept at the ends of its stretches."""
-    from retrograde import memory
-
     make, size = BLOCKS[case]
     program = make(lambda i: Logged(i, []))[0]
     net = program.program if isinstance(program, rg.Reversible) else program._program_for({})
@@ -378,6 +378,14 @@ def test_anchor_counts_blocks(case):
     assert again(make, rg.Anchor(every_blocks=3)) == list(range(4 * size))
     for updates in (rg.Anchor(5), rg.Anchor(every=5)):
         assert memory.plan(updates, (2, 2, 2), {}) == [("reverse", 5, None), ("reverse", 1, None)]
+
+
+def test_a_policy_of_your_own():
+    class Edges(memory.Policy):
+        def plan(self, blocks):
+            return [("store", blocks[0], None), ("reverse", sum(blocks[1:-1]), None), ("store", blocks[-1], None)]
+
+    assert again(pairs, Edges()) == [2, 3, 4, 5]
 
 
 def test_blocks_of_any_list():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -11,7 +12,7 @@ from ._base.pytrees import tensors
 from ._base.sizes import bytes_in
 from .errors import ProgramError, unknown
 
-__all__ = ["Anchor", "Budget", "Kind", "Memory", "ReverseAbove", "StoreLast"]
+__all__ = ["Anchor", "Budget", "Kind", "Memory", "Policy", "ReverseAbove", "StoreLast"]
 
 Kind: TypeAlias = Literal["store", "checkpoint", "reverse"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -19,8 +20,16 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Stretch: TypeAlias = tuple[Kind, int, int | str | None]  # kind, number of updates, limit in bytes
 
 
+class Policy(ABC):
+    """Derive from this for a policy of your own."""
+
+    @abstractmethod
+    def plan(self, blocks: Sequence[int]) -> list[Stretch]:
+        """The stretches of a program, given the number of updates in each of its blocks."""
+
+
 @dataclass(frozen=True, repr=False)
-class StoreLast:
+class StoreLast(Policy):
     """Ordinary autograd for the last `blocks` blocks, or for the last `k` updates, and reversal below them: time for memory.
 
     A block of `rg.ReversibleSequence` is two updates, f and g. In other nets a block is a run of updates that changes each stream
@@ -48,7 +57,7 @@ class StoreLast:
 
 
 @dataclass(frozen=True, repr=False)
-class Anchor:
+class Anchor(Policy):
     """Reversal, with the streams kept every `every_blocks` blocks, or `every` updates: drift starts anew there.
 
     Blocks are those of `rg.StoreLast`.
@@ -69,7 +78,7 @@ class Anchor:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Policy):
     """Store as many of the last updates as fit into `bytes` of activations, and reverse the rest.
 
     `bytes` is a number, a size like "4GiB" or "512MB", or "auto". Counted are the streams, their gradients, what is stored, and
@@ -115,8 +124,7 @@ class ReverseAbove:
         return "reverse" if first.shape[self.dim] > self.length else "store"
 
 
-Memory: TypeAlias = Kind | StoreLast | Anchor | Budget | ReverseAbove
-POLICIES = (StoreLast, Anchor, Budget, ReverseAbove)
+Memory: TypeAlias = Kind | Policy | ReverseAbove
 
 
 def _one_of(policy: Any, updates: str, blocks: str) -> None:
@@ -141,12 +149,12 @@ def check_memory(memory: Any) -> Memory:
     if memory == "overlap":
         warnings.warn("memory='overlap' does not exist any more: it runs as memory='reverse'", stacklevel=3)
         return "reverse"
-    if isinstance(memory, POLICIES) or (isinstance(memory, str) and memory in KINDS):
+    if isinstance(memory, (Policy, ReverseAbove)) or (isinstance(memory, str) and memory in KINDS):
         return memory  # type: ignore[return-value]
-    raise unknown("memory policy", memory, [*KINDS, *(f"rg.{policy.__name__}(…)" for policy in POLICIES)])
+    raise unknown("memory policy", memory, [*KINDS, "rg.StoreLast(…)", "rg.Anchor(…)", "rg.Budget(…)", "rg.ReverseAbove(…)"])
 
 
-def settled(memory: Memory, value: Any) -> Kind | StoreLast | Anchor | Budget:
+def settled(memory: Memory, value: Any) -> Kind | Policy:
     """The policy for this input: `ReverseAbove` becomes a kind."""
     return memory.measured(value) if isinstance(memory, ReverseAbove) else memory
 
