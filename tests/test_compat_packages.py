@@ -240,8 +240,9 @@ def test_memcnn_implementations(implementation):
     wanted = [x, *net.parameters()]
     by_hand = gradients(lambda: halves_by_hand([fns], x, add), wanted)
     assert_same(gradients(lambda: net(x), wanted), by_hand)
-    with pytest.raises(NotImplementedError, match="unknown implementation 2"):
+    with pytest.raises(NotImplementedError, match="unknown implementation 2") as info:
         memcnn.AffineCoupling(Pair(), implementation_fwd=2)
+    assert isinstance(info.value, rg.RetrogradeError)
     with pytest.raises(NotImplementedError, match="unknown coupling 'cubic'"):
         memcnn.create_coupling(*fns, coupling="cubic")
     assert memcnn.AdditiveCoupling(fns[0]).Gm is not fns[0]

@@ -33,6 +33,7 @@ __all__ = [
     "InvertibleModuleWrapper",
     "InvertibleSequential",
     "ReversibleBlock",
+    "UnknownOption",
     "create_coupling",
     "get_device_states",
     "is_invertible_module",
@@ -40,6 +41,10 @@ __all__ = [
 ]
 
 _MEMORY: dict[int, Memory] = {-1: "store", 0: "checkpoint", 1: "reverse"}  # by the number of an implementation
+
+
+class UnknownOption(ProgramError, NotImplementedError):
+    """An implementation or a coupling that is not known; the original raises NotImplementedError."""
 
 
 class _Coupling(nn.Module):
@@ -59,7 +64,7 @@ class _Coupling(nn.Module):
         super().__init__()
         for number in (implementation_fwd, implementation_bwd):
             if number not in _MEMORY:
-                raise NotImplementedError(f"unknown implementation {number!r}; known: {', '.join(map(str, _MEMORY))}")
+                raise UnknownOption(f"unknown implementation {number!r}; known: {', '.join(map(str, _MEMORY))}")
         Gm = copy.deepcopy(Fm) if Gm is None else Gm
         self.Gm = Gm if adapter is None else adapter(Gm)
         self.Fm = Fm if adapter is None else adapter(Fm)
@@ -145,7 +150,7 @@ def create_coupling(
         return AdditiveCoupling(Fm, Gm, implementation_fwd, implementation_bwd)
     if coupling == "affine":
         return AffineCoupling(Fm, Gm, adapter, implementation_fwd, implementation_bwd)
-    raise NotImplementedError(f"unknown coupling {coupling!r}; known: additive, affine")
+    raise UnknownOption(f"unknown coupling {coupling!r}; known: additive, affine")
 
 
 class _Whole:
@@ -277,7 +282,7 @@ def is_invertible_module(
     if shapes is not None and all(isinstance(size, int) for size in shapes):
         shapes = [shapes]
     if shapes is None or not all(isinstance(s, (tuple, list)) and all(isinstance(size, int) for size in s) for s in shapes):
-        raise ValueError(f"test_input_shape is a shape, or a tuple of shapes; got {test_input_shape!r}")
+        raise ProgramError(f"test_input_shape is a shape, or a tuple of shapes; got {test_input_shape!r}")
     forward, inverse = _Whole(module, "forward"), _Whole(module, "inverse")
     present = Draws(generators([]))
     try:
