@@ -61,7 +61,7 @@ class Verification:
         floats = [t.dtype for t in streams if t.is_floating_point() or t.is_complex()]
         eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
         self.drift = DRIFT[eps < 1e-10]
-        self.floor = FLOOR * min(eps, torch.finfo(torch.float32).eps)
+        self.drifting = Limits(*self.drift, FLOOR * min(eps, torch.finfo(torch.float32).eps), "drifting output")
         self.slack = SLACK[eps < 1e-10]
         self.table = self._table()
         self.tables: dict[int, tuple[Table, dict[int, Limits]]] = {}  # of recomputations, by graph task
@@ -98,7 +98,7 @@ class Verification:
         users = by_user(record.update.rule)
         if row is not None and row == record.row and not users and all(t.is_cpu for t in tensors(out)):
             return
-        limits = Limits(*self.drift, self.floor, "drifting output") if record.drifts else Limits(*_steady(out), 0.0, "output")
+        limits = self.drifting if record.drifts else Limits(*_steady(out), 0.0, "output")
         self._compare(record.index, record.row, row, limits, out, changed)
         if users and record.kept is None:
             at, limits = self.count + record.index, Limits(*self.drift, self.slack, "target")
