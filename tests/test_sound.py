@@ -58,6 +58,29 @@ def test_hooks_that_only_record(when, memory):
     agree(memory, step)
 
 
+@every_replayed
+@pytest.mark.parametrize("when", ["added", "removed", "moved"])
+def test_hooks_that_compute_what_they_record(when, memory):
+    """Under grad, so that they save tensors, of the shape of others: what is asked for is found all the same."""
+
+    def step(memory):
+        fns, seen = [nn.Sequential(linear(), nn.Tanh()) for _ in range(4)], []
+        net = net_of(fns, memory)
+
+        def hook(module):
+            return module.register_forward_hook(lambda module, args, out: seen.append(out.exp().sum().item()))
+
+        handle = hook(fns[1][0]) if when != "added" else None
+        loss = loss_of(net(streams()))
+        if handle is not None:
+            handle.remove()
+        if when != "removed":
+            hook(fns[1][-1])
+        return torch.autograd.grad(loss, list(net.parameters()))
+
+    agree(memory, step)
+
+
 class Calls(nn.Module):
     """Shows what it computes to whoever has asked."""
 

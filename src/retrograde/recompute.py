@@ -13,7 +13,7 @@ from .capture import DrawnAgain
 from .context import Context
 from .forms import use_lean
 from .parts import version_of
-from .record import Record, check_captured, difference_of, look, packer, reader, version
+from .record import Record, by_number, check_captured, dead, look, packer, reader, version
 from .replay import recomputing
 from .sketch import take
 from .streams import tensors
@@ -41,6 +41,7 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
         raise errors.edited_side_input(record.where)
     swap = record.modules.put_in(record)
     store: list[Any] = []
+    places: list[Any] = []
     difference: str | None = None
     form = use_lean(record.lean)
     drawn_before, drawn_after = record.drawn
@@ -48,9 +49,9 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
         present = context.draws.again(drawn_before)
         try:
             sources = record.sources_again(walk.state)
-            _push_hooks(packer(store, []), reader(store, record))
+            _push_hooks(packer(store, [], places), reader(store, record))
             try:
-                row, out, target = _run(walk, record, context, sources, swap)
+                row, out, target, applied = _run(walk, record, context, sources, swap)
             finally:
                 _pop_hooks()
         finally:
@@ -59,13 +60,13 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
             values = list(store)
             store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
             use_lean(form)
-    now = list(map(look, values))
-    if now != record.meta:
-        difference = difference or difference_of(record.meta, now)
     if difference:
         raise errors.other_path(record.where, difference)
-    if now != record.meta:
-        check_captured(record, [sources, walk.side, swap.put_in], values, now)
+    if record.dead or list(map(look, values)) != record.meta:
+        values = [t.detach() for t in values]  # they would keep the graph
+        values = by_number(record, values, dead(places))
+        check_captured(record, [sources, walk.side, swap.put_in], values)
+    del applied  # until here its graph had to be there
     if context.verification is not None:  # at last, as what was said so far says more
         context.verification.compare(record, row, out, target)
     for j in record.stale:
@@ -73,10 +74,10 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
     return values
 
 
-def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap: Any) -> tuple[Any, Any, Any]:
+def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap: Any) -> tuple[Any, Any, Any, Any]:
     """fn, then the rule: undone, and applied again if it saves tensors of its own.
 
-    Returns the sketch of what fn returned, that itself, and the target as it was before the update.
+    Returns the sketch of what fn returned, that itself, the target as it was before the update, and what apply made of it.
     """
     state, index, update, rule = walk.state, record.index, record.update, record.update.rule
     table = None if context.verification is None else context.verification.second
@@ -96,10 +97,11 @@ def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap:
         walk.at, walk.versions = record.number, None
     else:
         row = None if table is None else take(index, out, table)
+    applied = None
     if rule.saves:
         observe(index, update, [*sources, target], out)
-        apply(index, update, record.target_again(target), out)
-    return row, out, target
+        applied = apply(index, update, record.target_again(target), out)
+    return row, out, target, applied
 
 
 def _stored(walk: Walk, record: Record) -> list[Tensor | None]:

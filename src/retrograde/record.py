@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -35,6 +36,7 @@ class Record:
     drawn: tuple[list[Any], list[Any]] = ([], [])  # the states of the random generators before and after
     given: Any = None  # what was drawn itself, where generators cannot be read: inside a CUDA graph (capture.py)
     meta: Sequence[Any] = ()  # (shape, dtype, device, version at the end) of each tensor that fn saved
+    dead: Sequence[int] = ()  # numbers of those whose graph was gone when fn returned: nobody asks for them
     stale: Sequence[int] = ()  # numbers of those that fn edited afterwards
     row: list[float] | None = None  # the sketch of what fn returned, as far as it is on a CPU (sketch.py) …
     target_row: list[float] | None = None  # … and of the target before the update, for rules of users
@@ -72,30 +74,41 @@ class Record:
         return unflatten([source(t) if grad else t.detach() for t, grad in dense], spec)
 
 
-def check_captured(record: Record, own: Any, values: list[Any], now: list[Any]) -> None:
+def check_captured(record: Record, own: Any, values: list[Any]) -> None:
     """A saved tensor with another version than in the first run, which is none of our own, was edited from outside."""
     homes = {home_of(t) for t in tensors(own)}
-    for old, new, t in zip(record.meta, now, values, strict=True):
-        if old != new and home_of(t) not in homes:
+    for old, t in zip(record.meta, values, strict=True):
+        if t is not None and old != look(t) and home_of(t) not in homes:
             raise errors.changed_since(record.where, record.modules.name_of(t) or errors.held_tensor(t.shape))
 
 
-@untraced
-def packer(store: list[Any], versions: list[int]) -> Callable[[Tensor], int]:
-    """A pack hook that collects what is saved and leaves its number. The graph holds on to it: empty `store` afterwards."""
+class Place:
+    """What autograd keeps instead of a saved tensor: its number. It goes when the graph goes."""
 
-    def pack(t: Tensor) -> int:
+    __slots__ = ("__weakref__", "number")
+    number: int
+
+
+@untraced
+def packer(store: list[Any], versions: list[int], places: list[ref[Place]]) -> Callable[[Tensor], Place]:
+    """A pack hook that collects what is saved and leaves its place. The graph holds on to it: empty `store` afterwards."""
+
+    def pack(t: Tensor) -> Place:
+        place = Place()
+        place.number = len(store)
         versions.append(t._version)
         store.append(t)
-        return len(store) - 1
+        places.append(ref(place))
+        return place
 
     return pack
 
 
-def reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
+def reader(store: list[Any], record: Record) -> Callable[[Place], Tensor]:
     """The unpack hook of a recomputation, for a fn that itself calls autograd.grad. The list is empty when that is over."""
 
-    def read(j: int) -> Tensor:
+    def read(place: Place) -> Tensor:
+        j = place.number
         if j >= len(store):
             raise errors.ReplayError(
                 "a tensor that fn left behind while it was recomputed has no graph. Leave it `if not rg.replaying():`",
@@ -119,6 +132,23 @@ def describe(store: list[Any], known: list[list[Any]]) -> list[Any]:
     known.insert(0, meta)
     del known[8:]
     return meta
+
+
+def dead(places: Sequence[ref[Place]]) -> Sequence[int]:
+    """Numbers of saved tensors whose graph is gone, as that of a norm which a hook computes and prints."""
+    return [j for j, place in enumerate(places) if place() is None]
+
+
+def by_number(record: Record, values: list[Any], gone: Sequence[int]) -> list[Any]:
+    """What was saved, at the numbers of the first run, or an error. Graphs that are gone need not be the same."""
+    then = [j for j in range(len(record.meta)) if j not in record.dead]
+    kept = [t for j, t in enumerate(values) if j not in gone]
+    if difference_of([record.meta[j] for j in then], list(map(look, kept))) is None:
+        found = dict(zip(then, kept, strict=True))
+        return [found.get(j) for j in range(len(record.meta))]
+    if difference := difference_of(record.meta, list(map(look, values))):
+        raise errors.other_path(record.where, difference)
+    return values
 
 
 def difference_of(old: Sequence[Any], new: Sequence[Any]) -> str | None:

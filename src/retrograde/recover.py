@@ -42,7 +42,7 @@ from .module_state import ModuleState
 from .parts import version_of
 from .purse import Purse
 from .recompute import recompute, versions_of
-from .record import Record, describe, packer
+from .record import Place, Record, dead, describe, packer
 from .sketch import PROJECTIONS, take, usable
 from .streams import detached, each, flatten, tensors, unflatten
 from .update import Update
@@ -99,7 +99,8 @@ class Run:
         )  # fmt: skip
         live: list[Tensor] = []
         versions: list[int] = []
-        pack = packer(live, versions)
+        places: list[Any] = []
+        pack = packer(live, versions, places)
         drawn = Drawn() if context.capturing else None
         if self.purse is not None:
             pack = self.purse.watching(pack, [*modules.tensors(), *context.tensors])
@@ -123,6 +124,7 @@ class Run:
             live.clear()  # the graph holds on to the hook, and these hold on to the graph
             self.live = None
             use_lean(form)
+        record.dead = dead(places)
         record.given = drawn if drawn is not None and drawn.kept else None
         self.records.append(record)
         if self.keeps_sources:
@@ -252,11 +254,11 @@ class Run:
         if not kept:
             self.stash = None
 
-    def unpacker(self, record: Record) -> Callable[[int], Tensor]:
-        """The unpack hook of an update: what its fn saved as tensor j."""
+    def unpacker(self, record: Record) -> Callable[[Place], Tensor]:
+        """The unpack hook of an update: what its fn saved there."""
 
-        def unpack(j: int) -> Tensor:
-            ready = record.ready
+        def unpack(place: Place) -> Tensor:
+            ready, j = record.ready, place.number
             if ready is None or ready[j] is None:
                 ready = None  # what is left of it can go
                 ready = self.fetch(record, j)
