@@ -13,7 +13,7 @@ from .capture import DrawnAgain
 from .context import Context
 from .forms import use_lean
 from .parts import version_of
-from .record import Record, by_number, check_captured, dead, look, packer, reader, version
+from .record import Place, Record, by_number, check_captured, dead, look, packer, reader, version
 from .replay import recomputing
 from .sketch import take
 from .streams import tensors
@@ -41,7 +41,7 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
         raise errors.edited_side_input(record.where)
     swap = record.modules.put_in(record)
     store: list[Any] = []
-    places: list[Any] = []
+    places: list[Place] = []
     difference: str | None = None
     form = use_lean(record.lean)
     drawn_before, drawn_after = record.drawn
@@ -49,7 +49,7 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
         present = context.draws.again(drawn_before)
         try:
             sources = record.sources_again(walk.state)
-            _push_hooks(packer(store, [], places), reader(store, record))
+            _push_hooks(packer(store, places), reader(store, record))
             try:
                 row, out, target, applied = _run(walk, record, context, sources, swap)
             finally:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
-from weakref import ref
+from sys import getrefcount
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ from .parts import home_of
 from .streams import each, flatten, tensors, unflatten, with_strides
 from .trace_check import untraced
 from .update import Update
+
+Place: TypeAlias = tuple[int]  # what autograd keeps instead of a saved tensor: its number. The graph alone holds on to it
 
 
 @dataclass(slots=True, eq=False)
@@ -82,33 +84,28 @@ def check_captured(record: Record, own: Any, values: list[Any]) -> None:
             raise errors.changed_since(record.where, record.modules.name_of(t) or errors.held_tensor(t.shape))
 
 
-class Place:
-    """What autograd keeps instead of a saved tensor: its number. It goes when the graph goes."""
-
-    __slots__ = ("__weakref__", "number")
-    number: int
-
-
 @untraced
-def packer(store: list[Any], versions: list[int], places: list[ref[Place]]) -> Callable[[Tensor], Place]:
-    """A pack hook that collects what is saved and leaves its place. The graph holds on to it: empty `store` afterwards."""
+def packer(store: list[Any], places: list[Place], versions: list[int] | None = None) -> Callable[[Tensor], Place]:
+    """A pack hook that collects what is saved and leaves its place. The graph holds on to it: empty the lists afterwards."""
 
     def pack(t: Tensor) -> Place:
-        place = Place()
-        place.number = len(store)
-        versions.append(t._version)
+        place = (len(store),)
         store.append(t)
-        places.append(ref(place))
+        places.append(place)
         return place
 
-    return pack
+    def noting(t: Tensor) -> Place:
+        versions.append(t._version)  # type: ignore[union-attr]
+        return pack(t)
+
+    return pack if versions is None else noting
 
 
 def reader(store: list[Any], record: Record) -> Callable[[Place], Tensor]:
     """The unpack hook of a recomputation, for a fn that itself calls autograd.grad. The list is empty when that is over."""
 
     def read(place: Place) -> Tensor:
-        j = place.number
+        (j,) = place
         if j >= len(store):
             raise errors.ReplayError(
                 "a tensor that fn left behind while it was recomputed has no graph. Leave it `if not rg.replaying():`",
@@ -134,9 +131,14 @@ def describe(store: list[Any], known: list[list[Any]]) -> list[Any]:
     return meta
 
 
-def dead(places: Sequence[ref[Place]]) -> Sequence[int]:
+_unused = next(map(getrefcount, [object()]))  # the count of what only a list holds
+
+
+def dead(places: list[Place]) -> Sequence[int]:
     """Numbers of saved tensors whose graph is gone, as that of a norm which a hook computes and prints."""
-    return [j for j, place in enumerate(places) if place() is None]
+    counts = list(map(getrefcount, places))
+    places.clear()
+    return [j for j, count in enumerate(counts) if count <= _unused] if _unused in counts else ()
 
 
 def by_number(record: Record, values: list[Any], gone: Sequence[int]) -> list[Any]:

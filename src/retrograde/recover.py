@@ -99,8 +99,8 @@ class Run:
         )  # fmt: skip
         live: list[Tensor] = []
         versions: list[int] = []
-        places: list[Any] = []
-        pack = packer(live, versions, places)
+        places: list[Place] = []
+        pack = packer(live, places, versions)
         drawn = Drawn() if context.capturing else None
         if self.purse is not None:
             pack = self.purse.watching(pack, [*modules.tensors(), *context.tensors])
@@ -258,7 +258,7 @@ class Run:
         """The unpack hook of an update: what its fn saved there."""
 
         def unpack(place: Place) -> Tensor:
-            ready, j = record.ready, place.number
+            ready, (j,) = record.ready, place
             if ready is None or ready[j] is None:
                 ready = None  # what is left of it can go
                 ready = self.fetch(record, j)
