@@ -96,7 +96,7 @@ class Budget(Policy):
         if not isinstance(self.bytes, str):
             _positive(self, "bytes", self.bytes, ', a size like "4GiB", or "auto"')
         elif self.bytes != "auto":
-            object.__setattr__(self, "bytes", bytes_in(self.bytes, "rg.Budget:"))
+            object.__setattr__(self, "bytes", bytes_in(self.bytes, 'rg.Budget takes "auto" or a size:'))
 
     def plan(self, blocks: Sequence[int]) -> list[Stretch]:
         return [("reverse", sum(blocks), self.bytes)]
@@ -130,7 +130,7 @@ Memory: TypeAlias = Kind | Policy | ReverseAbove
 def _one_of(policy: Any, updates: str, blocks: str) -> None:
     given = {name: value for name in (updates, blocks) if (value := getattr(policy, name)) is not None}
     if len(given) != 1:
-        raise ProgramError(f"rg.{type(policy).__name__} takes either a number of updates, {updates}=…, or of blocks, {blocks}=…")
+        raise ProgramError(f"rg.{type(policy).__name__}: give either {updates}=… (counted in updates) or {blocks}=… (in blocks)")
     for name, value in given.items():
         _positive(policy, name, value)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._base import tracing
-from ._base.function_modules import OfSum
+from ._base.function_modules import OfSum, has_hooks, refuse_hooks
 from ._base.pytrees import each
 from ._base.routes import Pair, Route, checked_route, refuse_misrouted
 from ._base.splitting import count_word, joined, parts_of
@@ -170,10 +170,10 @@ class ReversibleSequence(Net):
             routed = {name for name, pairs in self.route.items() if any(map(any, pairs))}
             stray = side.keys() - routed
             if stray:
-                names = ", ".join(sorted(map(repr, stray)))
+                names, one = ", ".join(sorted(map(repr, stray))), min(stray)
                 raise ProgramError(
-                    f"no fn takes the side input {names}; routed: {', '.join(sorted(routed)) or 'none'}. Correct the "
-                    "name, or add it to route: route={'mask': (True, False)} sends mask to f of each block"
+                    f"no fn takes the side input {names}; routed: {', '.join(sorted(routed)) or 'none'}. Correct the name, or "
+                    f"add it to route: route={{{one!r}: (True, False)}} sends {one} to f of each block"
                 )
         elif side and not any(self.route):
             raise ProgramError(
@@ -322,20 +322,8 @@ def _block(index: int, block: Any) -> nn.Module:
     )
 
 
-def has_hooks(block: nn.Module) -> bool:
-    return bool(block._forward_pre_hooks or block._forward_hooks or block._backward_pre_hooks or block._backward_hooks)
-
-
 def _functions(depth: int, block: Any) -> tuple[Any, Any]:
     if isinstance(block, Block) and has_hooks(block):
         return _Through(block, "f"), _Through(block, "g")
     refuse_hooks(depth, block)
     return block.f, block.g
-
-
-def refuse_hooks(depth: int, block: nn.Module) -> None:
-    if has_hooks(block):
-        raise ProgramError(
-            f"block {depth}, a {type(block).__name__}, has hooks that would never run, as its f and g are called one by one. "
-            "Give the pair (block.f, block.g) instead, or put the hooks there: fully_shard([block.f, block.g])"
-        )

@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ._base.function_modules import has_hooks
 from ._exact.choose import Arithmetic
 from .errors import ProgramError
 from .memory import Memory
-from .sequence import ReversibleSequence, has_hooks
+from .sequence import ReversibleSequence
 
 __all__ = ["FromTransformer", "from_transformer"]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import ProgramError
 from .pytrees import each
 
 _DEEP = 6  # attributes and entries away from a function
@@ -67,6 +68,18 @@ class Arguments(nn.Module):
 
     def forward(self, *sources: Any, **side: Any) -> tuple[Any, Any]:
         return sources, side
+
+
+def has_hooks(block: nn.Module) -> bool:
+    return bool(block._forward_pre_hooks or block._forward_hooks or block._backward_pre_hooks or block._backward_hooks)
+
+
+def refuse_hooks(depth: int, block: nn.Module) -> None:
+    if has_hooks(block):
+        raise ProgramError(
+            f"block {depth}, a {type(block).__name__}, has hooks that would never run, as its f and g are called one by one. "
+            "Give the pair (block.f, block.g) instead, or put the hooks there: fully_shard([block.f, block.g])"
+        )
 
 
 def parts(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,10 +24,12 @@ def refuse_misrouted(updates: Sequence[Any], side: Mapping[str, Any], error: Typ
         try:
             inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).bind(None, **kwargs)
         except TypeError as why:
+            named = re.search(r"'(\w+)'", str(why))
+            name = named[1] if named else "mask"
             got = f"the side inputs {', '.join(sorted(kwargs))}" if kwargs else "no side inputs"
             raise ProgramError(
                 f"fn was given {got}, and its arguments do not match: {why}. Pass what is missing to the net, and say with "
-                "route= which functions get what: route={'mask': (True, False)} sends mask to f and not to g, in each block",
+                f"route= which functions get what: route={{{name!r}: (True, False)}} sends {name} to f of each block, not to g",
                 at(index, update),
             ) from error
         except ValueError:  # it does not say what it takes

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from .._base.function_modules import refuse_hooks
 from .._base.generators import Draws, generators
 from .._base.routes import checked_pair
 from .._base.splitting import halves, joined
 from .._engine.run import invert, run
 from ..errors import ProgramError
 from ..memory import Memory
-from ..sequence import refuse_hooks
 from ..update import ALL, Update
 from ..wirings import pair
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states as get_device_states
 from torch.utils.checkpoint import set_device_states as set_device_states
 
+from .._base.function_modules import refuse_hooks
 from .._base.generators import Draws, generators
 from .._exact.choose import Arithmetic
 from ..errors import ProgramError
 from ..memory import Memory
 from ..modules import Net
 from ..rules import Add, Affine, Rule
-from ..sequence import refuse_hooks
 from ..update import Update
 from ..wirings import invertible, pair
 from ._shared import chained

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import wirings
+from .._base.function_modules import refuse_hooks
 from .._base.splitting import halves, joined
 from .._engine.run import run
 from .._engine.verify import Verify
@@ -15,7 +16,6 @@ from .._exact.choose import Arithmetic
 from ..errors import ProgramError, unknown
 from ..memory import Memory
 from ..modules import Net
-from ..sequence import refuse_hooks
 from ..update import Update
 from ._shared import BOTH_HALVES, Deterministic, functions
 

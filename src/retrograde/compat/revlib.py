@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._base.function_modules import refuse_hooks
 from .._base.splitting import halves
 from .._engine.run import invert, run
 from .._exact.choose import Arithmetic
@@ -16,7 +17,6 @@ from ..errors import ProgramError
 from ..memory import Memory
 from ..modules import Net
 from ..rules import Add, Rule
-from ..sequence import refuse_hooks
 from ..update import Update
 
 __all__ = [

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._base.function_modules import refuse_hooks
 from .._exact.choose import Arithmetic
 from ..errors import ProgramError
 from ..memory import Memory
 from ..modules import Net
-from ..sequence import refuse_hooks
 from ..update import Update
 from ..wirings import pair
 from ._shared import chained
