@@ -1,9 +1,12 @@
 """Verification by value: faults whose gradients are wrong are reported, sound nets are not."""
 
+import contextlib
+import gc
 import math
 import os
 import random
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,11 +127,7 @@ class Case:
         return any("when backward ran fn again" in str(one.message) for one in caught)
 
 
-def budget_for(depth):
-    """Enough to store some updates and not all."""
-    return rg.Budget(4 * ROWS * WIDTH * 8 + 3 * 5 * ROWS * WIDTH * 8)
-
-
+BUDGET = rg.Budget(20 * ROWS * WIDTH * 8)  # enough to store some updates and not all
 CASES = st.builds(
     Case,
     kind=st.sampled_from(sorted(FAULTS)),
@@ -137,7 +136,7 @@ CASES = st.builds(
     scale=st.sampled_from([1.0, 1e-2, 1e-4]),
     dtype=st.sampled_from([torch.float64, torch.float32]),
     arithmetic=st.sampled_from(["float", "exact"]),
-    memory=st.sampled_from(["reverse", "checkpoint", rg.Anchor(3), rg.StoreLast(2)]),
+    memory=st.sampled_from(["reverse", "checkpoint", rg.Anchor(3), rg.StoreLast(2), BUDGET]),
     seed=st.integers(0, 999),
 )
 
@@ -236,11 +235,45 @@ def test_a_wrong_undo_is_reported(rule, dtype):
             loss_of(rg.run(updates, given)).backward()
 
 
-def test_a_right_undo_is_not_reported():
-    fns = [nn.Linear(WIDTH, WIDTH).double() for _ in range(12)]
-    updates = rg.wirings.leapfrog(fns)
-    updates = [rg.Update(u.target, u.fn, u.sources, rule=Scale()) for u in updates]
-    loss_of(rg.run(updates, {"a": draw(ROWS, WIDTH), "b": draw(ROWS, WIDTH)})).backward()
+class Plus(rg.Rule):
+    """An addition, as a user would write it."""
+
+    def apply(self, target, out):
+        return target + out
+
+    def undo(self, target, out):
+        return target - out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("start", ["ordinary", "zero", "tiny", "embeddings"])
+@pytest.mark.parametrize("rule", [Scale(), Plus()], ids=["scale", "addition"])
+def test_a_right_undo_is_not_reported(rule, start, dtype):
+    """Also where the target starts at zero, so that whatever rounding leaves there is more."""
+    torch.manual_seed(0)
+    fns = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(dtype) for _ in range(96)]
+    updates = [rg.Update(u.target, u.fn, u.sources, rule=rule) for u in rg.wirings.leapfrog(fns)]
+    streams = {"a": torch.randn(ROWS, WIDTH, dtype=dtype), "b": START[start]((ROWS, WIDTH)).to(dtype)}
+    loss_of(rg.run(updates, streams)).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_scale_near_zero_is_reported(dtype):
+    """It loses the target, and what is below is recomputed on something else, of any size."""
+
+    class Vanishing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, 2 * WIDTH, dtype=dtype)
+
+        def forward(self, x):
+            scale, shift = self.linear(x).tanh().chunk(2, -1)
+            return scale - (20 if dtype == torch.float32 else 40), shift
+
+    updates = [rg.Update("ab"[i % 2], Vanishing(), "ba"[i % 2], rule=rg.Affine()) for i in range(2)]
+    streams = {name: torch.randn(ROWS, WIDTH, dtype=dtype) for name in "ab"}
+    with pytest.raises(rg.ReplayError, match=r"update 0: .* returned something else"):
+        loss_of(rg.run(updates, streams)).backward()
 
 
 # -- sound nets --------------------------------------------------------------------------------------------------------
@@ -365,6 +398,117 @@ def test_every_leaf_is_verified(leaf):
         loss_of(out["b"]["real"]).backward()
 
 
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_other_elements_are_masked(value, memory):
+    """With NaN or -inf: the elements that are left do not tell."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.mask = nn.Linear(WIDTH, WIDTH).double(), torch.arange(WIDTH) < 2
+
+        def forward(self, x):
+            return self.linear(torch.where(x.isfinite(), x, 0.0)).tanh().masked_fill(self.mask, value)
+
+    fns = [Masked() for _ in range(4)]
+    out = rg.run(rg.wirings.leapfrog(fns), {"a": draw(ROWS, WIDTH), "b": draw(ROWS, WIDTH)}, memory=memory)
+    fns[1].mask = torch.arange(WIDTH) < 4
+    with pytest.raises(rg.ReplayError, match=r"update 1: .* \(other elements are NaN or infinite\)"):
+        sum(torch.where(t.isfinite(), t, 0.0).square().sum() for t in out.values()).backward()
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "exact"])
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+@pytest.mark.parametrize(("rows", "size"), [(4000, 1.0), (2, 1000.0)])
+def test_a_fault_in_a_small_leaf(rows, size, memory, arithmetic):
+    """A leaf of few or small elements beside one of many or large ones is verified by itself."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.turned = nn.Linear(4, 4), False
+
+        def forward(self, x):
+            small = x["small"].flip(0) if self.turned else x["small"]
+            return {"small": self.linear(small).tanh(), "large": (x["large"] / size).sin() * size}
+
+    fns = [Two() for _ in range(4)]
+    streams = {name: {"small": torch.randn(2, 4), "large": size * torch.randn(rows, 4)} for name in "ab"}
+    out = rg.run(rg.wirings.leapfrog(fns), streams, memory=memory, arithmetic=arithmetic)
+    fns[1].turned = True
+    with pytest.raises(rg.ReplayError, match=r"update 1: .* returned something else"):
+        sum(tree["small"].sin().sum() for tree in out.values()).backward()
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_sketches_add_no_tensor_per_update(memory):
+    def alive(depth, verify):
+        """Tensors between the forward pass and backward."""
+        net = rg.Reversible(rg.wirings.leapfrog([Branch(1.0) for _ in range(depth)]), memory=memory, verify=verify)
+        out = net({name: torch.randn(ROWS, WIDTH) for name in "ab"})
+        gc.collect()
+        count = sum(type(one) is torch.Tensor for one in gc.get_objects())
+        loss_of(out).backward()
+        return count
+
+    alive(2, "error")  # makes the weights of the sketches
+    more = [alive(depth, "error") - alive(depth, "off") for depth in (2, 32)]
+    assert more[0] == more[1]
+
+
+# -- on devices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """The path of devices, on a CPU: no tensor says that it is on one, so sketches go into tables and are compared later."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda t: False), raising=False)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("leaf", ["small", "large", None])
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint", rg.Anchor(2)], ids=str)
+def test_the_next_forward_pass_reports(memory, leaf):
+    fns = [Turns(leaf) for _ in range(4)]
+    net = rg.Reversible(rg.wirings.leapfrog(fns), memory=memory, arithmetic="exact")
+    streams = {name: {"small": torch.randn(2, 4), "large": 1000 * torch.randn(5, 4)} for name in "ab"}
+
+    def step():
+        sum(t.sin().sum() for tree in net(streams).values() for t in tree.values()).backward()
+
+    step()
+    out = net(streams)
+    fns[1].turned = True
+    sum(t.sin().sum() for tree in out.values() for t in tree.values()).backward()
+    said = r"update 1: .* returned something else .* one optimizer step may have used them"
+    with contextlib.nullcontext() if leaf is None else pytest.raises(rg.ReplayError, match=said):
+        step()
+
+
+class Turns(nn.Module):
+    """Exchanges the rows of one leaf from some time on."""
+
+    def __init__(self, leaf):
+        super().__init__()
+        self.linear, self.leaf, self.turned = nn.Linear(4, 4), leaf, False
+
+    def forward(self, x):
+        if self.turned and self.leaf is not None:
+            x = x | {self.leaf: x[self.leaf].flip(0)}
+        return {"small": self.linear(x["small"]).tanh(), "large": (x["large"] / 1000).sin() * 1000}
+
+
+@pytest.mark.usefixtures("device")
+def test_what_waits_to_be_compared_keeps_no_module_alive():
+    net = rg.ReversibleSequence([(nn.Linear(4, 4), nn.Tanh())])
+    net(torch.randn(2, 4)).sum().backward()
+    gone = weakref.ref(net.blocks[0].f)
+    del net
+    gc.collect()
+    assert gone() is None
+
+
 # -- drift -------------------------------------------------------------------------------------------------------------
 
 
@@ -431,9 +575,9 @@ def test_sketches_agree_to_the_bit_under_exact_arithmetic(memory, dtype, monkeyp
 
     compare = verify.Verification.compare
 
-    def noting(self, record, row, out, target):
+    def noting(self, record, row, *rest):
         seen.append(record.row == row)
-        compare(self, record, row, out, target)
+        compare(self, record, row, *rest)
 
     monkeypatch.setattr(verify.Verification, "compare", noting)
     torch.manual_seed(0)

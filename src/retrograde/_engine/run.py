@@ -15,6 +15,7 @@ from .. import errors
 from .. import memory as policies
 from .._base import tracing
 from .._base.function_modules import Held
+from .._base.lean import looks, two_forms, use_lean
 from .._base.pytrees import dense, each, tensors
 from .._base.torch_private import in_forward_mode, in_transform, outside_traces, under_hooks
 from .._base.tracing import at_trace_time, named, whole_graph
@@ -23,11 +24,11 @@ from .._exact.range import Ledger
 from .._exact.streams import Exact, carried, read
 from ..update import Program, Update
 from . import budget
-from .backward import Run
 from .budget import Learned, Purse
 from .call import Streams, apply, call, fitting, observe, sources_of
 from .context import Context
-from .lean import looks, two_forms, use_lean
+from .forward import forward, keep_finals
+from .records import Run
 from .verify import check_verify, settle
 
 before_each_run: list[Callable[[Iterable[Any]], None]] = []  # called with the modules of a program: who adds one may refuse it
@@ -95,29 +96,33 @@ def _outside_trace(*args: Any) -> Streams:
 
 
 class _Instead(threading.local):
-    memory: Any = None
-    verify: str | None = None
+    ways: tuple[Any, str | None, str | None] = (None, None, None)  # memory, verify, arithmetic
 
 
 _INSTEAD = _Instead()
 
 
 @contextlib.contextmanager
-def instead(memory: Any = None, verify: str | None = None) -> Iterator[None]:
-    """In this thread, what all programs run with in place of what they are given: to compare one policy with another."""
-    before = _INSTEAD.memory, _INSTEAD.verify
-    _INSTEAD.memory, _INSTEAD.verify = memory, verify
+def instead(memory: Any = None, verify: str | None = None, arithmetic: str | None = None) -> Iterator[None]:
+    """In this thread, what all programs run with in place of what they are given: to compare one policy with another.
+
+    None leaves it as it is.
+    """
+    before = _INSTEAD.ways
+    memory, verify, arithmetic = (b if a is None else a for a, b in zip((memory, verify, arithmetic), before, strict=True))
+    _INSTEAD.ways = memory, verify, arithmetic
     try:
         yield
     finally:
-        _INSTEAD.memory, _INSTEAD.verify = before
+        _INSTEAD.ways = before
 
 
 def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arithmetic: str, verify: str) -> Streams:
     program = updates if isinstance(updates, Program) else Program(updates)
-    check_arithmetic(arithmetic)
-    verify = _INSTEAD.verify or check_verify(verify)
-    memory = memory if _INSTEAD.memory is None else _INSTEAD.memory
+    other, how, carried_as = _INSTEAD.ways
+    arithmetic = carried_as or check_arithmetic(arithmetic)
+    verify = how or check_verify(verify)
+    memory = memory if other is None else other
     settle(program)
     if side is not None and not isinstance(side, Mapping):
         raise errors.ProgramError(f"side must be a dict of side inputs by name, got a {type(side).__name__}")
@@ -214,9 +219,9 @@ def _walkable(program: Program, indices: range, state: Streams, context: Context
         name = program.components[index]
         if name not in runs:
             runs[name] = Run(context, **how)
-        runs[name].forward(index, program.updates[index], state)
+        forward(runs[name], index, program.updates[index], state)
     for made in runs.values():
-        made.keep_finals(state)
+        keep_finals(made, state)
 
 
 def _within(limit: int | str, program: Program, indices: range, state: Streams, side: Streams, context: Context) -> bool:
@@ -268,7 +273,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
 def _checkpoint(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> bool:
     """Keep the sources of each update: a run of its own for each, and nothing to undo."""
     for index in indices:
-        Run(context, keeps_sources=True).forward(index, program.updates[index], state)
+        forward(Run(context, keeps_sources=True), index, program.updates[index], state)
     return True
 
 

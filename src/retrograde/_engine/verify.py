@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,14 +22,15 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from .._base.cuda_graph import capturing
 from .._base.pytrees import tensors
 from .._base.torch_private import at_end_of_backward, graph_task
+from .._exact.sketch import PROJECTIONS, SQUARES, TARGET, WIDTH, Table, squares, take
 from ..rules import by_user
-from .cuda_graph import capturing
-from .sketch import PROJECTIONS, SQUARES, TARGET, Table, squares, take
 
 NAMES = ("error", "warn", "off")
 FLOOR = 300  # roundings of a stream: a difference smaller than so many is lost in the stream anyway
+SLACK = {True: 1e-6, False: 1.0}  # so much of what a rule of the user's has made counts with its target, which may start at zero
 DRIFT = {True: (1e-5, 1e-3), False: (1e-2, 5e-2)}  # where inputs drift, by whether streams are float64: warn from, raise from
 
 _LOCK = threading.Lock()
@@ -53,15 +55,19 @@ class Limits(NamedTuple):
 class Verification:
     """Of one forward pass and the backward passes through it."""
 
-    def __init__(self, program: Any, verify: str, streams: Iterable[Tensor]):
+    def __init__(self, program: Any, verify: str, streams: Sequence[Tensor], leaves: int):
         self.program, self.verify, self.count = program, verify, len(program.updates)
+        self.leaves = leaves  # of the stream that has the most
         floats = [t.dtype for t in streams if t.is_floating_point() or t.is_complex()]
         eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
         self.drift = DRIFT[eps < 1e-10]
-        self.floor = FLOOR * min(eps, torch.finfo(torch.float32).eps)
-        self.has_nan = False  # in the output of some fn: gradients are NaN as well, and there is nothing to report
-        self.table = Table(2 * self.count)  # as many rows again for the targets of rules of users
+        self.drifting = Limits(*self.drift, FLOOR * min(eps, torch.finfo(torch.float32).eps), "drifting output")
+        self.slack = SLACK[eps < 1e-10]
+        self.table = self._table()
         self.tables: dict[int, tuple[Table, dict[int, Limits]]] = {}  # of recomputations, by graph task
+
+    def _table(self) -> Table:
+        return Table(2 * self.count, self.leaves)  # as many rows again for the targets of rules of users
 
     def first(self) -> Table:
         return self.table
@@ -73,45 +79,44 @@ class Verification:
         """What the graph task that is running recomputes: the table, and the rows to compare."""
         task = graph_task()
         if task < 0:  # somebody reads saved tensors outside of a backward pass
-            return Table(2 * self.count), {}
+            return self._table(), {}
         if task not in self.tables:
-            self.tables[task] = Table(2 * self.count), {}
+            self.tables[task] = self._table(), {}
             at_end_of_backward(partial(self._end, task))
         return self.tables[task]
 
-    def note(self, record: Any, row: list[float] | None, target: Any) -> None:
+    def note(self, record: Any, row: list[float] | None, target: Any, changed: Any) -> None:
         """The sketch of what fn returned in the first run, and that of the target before the rule of a user changes it."""
         record.row = row
-        self.has_nan = self.has_nan or (row is not None and row[-1] > 0)
         if by_user(record.update.rule):
-            record.target_row = take(self.count + record.index, target, self.first)
+            at = self.count + record.index
+            record.target_row = take(at, target, self.first)
+            self.table.stream(at, changed)
 
-    def compare(self, record: Any, row: list[float] | None, out: Any, target: Any) -> None:
+    def compare(self, record: Any, row: list[float] | None, out: Any, target: Any, changed: Any) -> None:
         """The same of a recomputation, where `target` is what undo made of it."""
         users = by_user(record.update.rule)
-        if row is not None and not users and self._near(record, row) and all(t.is_cpu for t in tensors(out)):
-            return  # as a rule
-        limits = Limits(*self.drift, self.floor, "drifting output") if record.drifts else Limits(*_steady(out), 0.0, "output")
-        self._compare(record.index, record.row, row, limits, out, target)
+        if row is not None and row == record.row and not users and all(t.is_cpu for t in tensors(out)):
+            return
+        limits = self.drifting if record.drifts else Limits(*_steady(out), 0.0, "output")
+        self._compare(record.index, record.row, row, limits, out, changed)
         if users and record.kept is None:
-            row, limits = take(self.count + record.index, target, self.second), Limits(*self.drift, 0.0, "target")
-            self._compare(self.count + record.index, record.target_row, row, limits, target, None)
+            at, limits = self.count + record.index, Limits(*self.drift, self.slack, "target")
+            self._compare(at, record.target_row, take(at, target, self.second), limits, target, changed)
 
-    def _near(self, record: Any, row: list[float]) -> bool:
-        """Whether nobody needs to look closer, as far as four projections tell the size of the output."""
-        first = record.row
-        if first == row or first is None or not record.drifts or first[PROJECTIONS:] != row[PROJECTIONS:]:
-            return first == row
-        return _apart(first, row) <= self.drift[0] / 16 * _norm(first)
-
-    def _compare(self, at: int, first: Any, second: Any, limits: Limits, out: Any, target: Any) -> None:
+    def _compare(self, at: int, first: Any, second: Any, limits: Limits, out: Any, stream: Any) -> None:
+        """Leaf by leaf: a fault in a small one counts as much as in a large one."""
         if first is not None and second is not None and first != second:
-            far, same_kind = math.inf, first[PROJECTIONS:] == second[PROJECTIONS:]
-            if same_kind:
-                size = squares(out) + (limits.floor**2 * squares(target) if limits.floor else 0.0)
-                far = _apart(first, second) / math.sqrt(size) if size else math.inf
-            if far > limits.warn and (same_kind or not self.has_nan):
-                self.report(at, far, limits)
+            pairs = list(zip(_leaves(first), _leaves(second), strict=False))
+            if len(first) != len(second) or any(a[PROJECTIONS:] != b[PROJECTIONS:] for a, b in pairs):
+                self.report(at, math.inf, limits)
+            elif any(_apart(a, b) > limits.warn / 16 * _norm(a) for a, b in pairs):  # else nobody needs to look closer
+                sizes, of = squares(out), squares(stream) if limits.floor else []
+                floors = of if len(of) == len(sizes) else [sum(of)] * len(sizes)
+                leaves = zip(pairs, sizes, floors, strict=True)
+                far = _furthest((_apart(*pair), size + limits.floor**2 * floor) for pair, size, floor in leaves)
+                if far > limits.warn:
+                    self.report(at, far, limits)
         if not all(t.is_cpu for t in tensors(out)):
             self._again()[1][at] = limits
 
@@ -122,21 +127,28 @@ class Verification:
             with _LOCK:
                 _WAITING.append(case)
 
-    def report(self, at: int, far: float, limits: Limits, late: bool = False) -> None:
-        """An error, or one warning per program."""
-        index = at % self.count
-        where, serious = errors.at(index, self.program.updates[index]), far > limits.error
-        if limits.what == "target":
-            error = errors.wrong_undo(where, far, late)
-        elif serious:
-            error = errors.other_value(where, far, limits.what == "drifting output", late)
-        else:
-            error = errors.drifted(where, far)
-        if serious and self.verify == "error":
-            raise error
-        if not self.program.notes.get("warned"):
-            self.program.notes["warned"] = True
-            warnings.warn(str(error), stacklevel=2)
+    def where(self, at: int) -> str:
+        return errors.at(at % self.count, self.program.updates[at % self.count])
+
+    def report(self, at: int, far: float, limits: Limits) -> None:
+        _report(self.program, self.verify, self.where(at), far, limits)
+
+
+def _report(program: Any, verify: str, where: str, far: float, limits: Limits, late: bool = False) -> None:
+    """An error, or one warning per program."""
+    serious = far > limits.error
+    if limits.what == "target":
+        error = errors.wrong_undo(where, far, late)
+    elif serious:
+        error = errors.other_value(where, far, limits.what == "drifting output", late)
+    else:
+        error = errors.drifted(where, far)
+    if serious and verify == "error":
+        raise error
+    notes = {} if program is None else program.notes
+    if not notes.get("warned"):
+        notes["warned"] = True
+        warnings.warn(str(error), stacklevel=2)
 
 
 def _steady(out: Any) -> tuple[float, float]:
@@ -145,6 +157,10 @@ def _steady(out: Any) -> tuple[float, float]:
     eps = max((torch.finfo(t.dtype).eps for t in found), default=0.0)
     limit = max(1e-3, 4 * eps) if any(not t.is_cpu for t in found) else min(1e-3, math.sqrt(eps))
     return limit, limit
+
+
+def _leaves(row: list[float]) -> list[list[float]]:
+    return [row[at : at + WIDTH] for at in range(0, len(row), WIDTH)]
 
 
 def _apart(first: Sequence[float], second: Sequence[float]) -> float:
@@ -162,7 +178,7 @@ def settle(program: Any) -> None:
     """Decide the cases of this program, and all others that have arrived. The first error is raised; later calls go on."""
     if capturing():  # nobody may ask an event then
         return
-    while case := next((case for case in _WAITING if case.of.program is program or case.arrived()), None):
+    while case := next((case for case in _WAITING if case.program() is program or case.arrived()), None):
         with _LOCK:
             if case not in _WAITING:
                 continue
@@ -171,10 +187,11 @@ def settle(program: Any) -> None:
 
 
 class _Case:
-    """The tables of a forward pass and of a backward pass, on their way to the host."""
+    """The tables of a forward pass and of a backward pass, on their way to the host. They keep no program alive."""
 
     def __init__(self, of: Verification, again: Table, wanted: dict[int, Limits]):
-        self.of, self.wanted = of, wanted
+        self.program, self.verify, self.count = weakref.ref(of.program), of.verify, of.count
+        self.wanted = {at: (limits, of.where(at)) for at, limits in wanted.items()}
         devices = [device for device in again.on if device in of.table.on]
         self.tables = [(_to_host(of.table.on[device]), _to_host(again.on[device])) for device in devices]
         self.events = [torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"]
@@ -187,22 +204,28 @@ class _Case:
         for event in self.events:
             event.synchronize()
         pairs = [(first.tolist(), second.tolist()) for first, second in self.tables]
-        has_nan = self.of.has_nan or any(row[-1] for first, _ in pairs for row in first)
-        found = []
-        for at in sorted(self.wanted, key=lambda at: (-(at % self.of.count), at)):
-            limits = self.wanted[at]
-            far = max((_far(first[at], second[at], limits.floor) for first, second in pairs), default=0.0)
+        has_nan = any(row[-1] for first, _ in pairs for row in first)  # gradients are NaN as well, there is nothing to report
+        found, rows = [], 2 * self.count
+        for at in sorted(self.wanted, key=lambda at: (-(at % self.count), at)):
+            limits, where = self.wanted[at]
+            far = max((_far(first[at::rows], second[at::rows], limits.floor) for first, second in pairs), default=0.0)
             if far > limits.warn and not (has_nan and math.isinf(far)):
-                found.append((at, far, limits))
+                found.append((where, far, limits))
         if found:
-            self.of.report(*next((one for one in found if one[1] > one[2].error), found[0]), late=True)
+            first = next((one for one in found if one[1] > one[2].error), found[0])
+            _report(self.program(), self.verify, *first, late=True)
 
 
-def _far(first: list[float], second: list[float], floor: float) -> float:
-    if first[TARGET + 1 :] != second[TARGET + 1 :]:
+def _far(first: list[list[float]], second: list[list[float]], floor: float) -> float:
+    """How far the rows of an update are apart, leaf by leaf."""
+    if any(a[TARGET + 1 :] != b[TARGET + 1 :] for a, b in zip(first, second, strict=True)):
         return math.inf
-    apart, scale = _apart(first, second), math.sqrt(first[SQUARES] + floor**2 * first[TARGET])
-    return apart / scale if scale else math.inf if apart else 0.0
+    return _furthest((_apart(a, b), a[SQUARES] + floor**2 * a[TARGET]) for a, b in zip(first, second, strict=True))
+
+
+def _furthest(leaves: Iterable[tuple[float, float]]) -> float:
+    """Of how far each leaf is apart and the square of its size."""
+    return max(apart / math.sqrt(size) if size else math.inf if apart else 0.0 for apart, size in leaves)
 
 
 def _to_host(table: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ QUESTIONS = {  # and the kinds of findings that say no
     "streams come back": ("drifting", "wrong rule"),
     "gradients agree": ("wrong backward", "refused"),
 }
+STOPPED = "not checked: an earlier fault stopped the run"
 COLORS = {"ok": "green", "FAULT": "bold red", "warning": "yellow", "–": "dim"}
 
 
@@ -67,12 +68,15 @@ def answer(question: str, report: Report, faults: list[dict[str, Any]], mild: li
     times = f"{count} function{'' if count == 1 else 's'}: see below"
     if question == "gradients agree":
         if not reached:
-            return {"verdict": "FAULT" if count else "–", "why": times if count else "not compared: a fault stood in the way"}
+            return {
+                "verdict": "FAULT" if count else "–",
+                "why": times if count else STOPPED,
+            }
         why = f"relative error {short(report.gradient_error)} against ordinary autograd, the largest of one {short(report.worst)}"
         return {"verdict": "ok" if report.ok else "FAULT", "why": why}
     if question == "streams come back":
         if not reached and not count:
-            return {"verdict": "–", "why": "not compared: a fault stood in the way"}
+            return {"verdict": "–", "why": STOPPED}
         if faults and not count and report.recovered:
             return {"verdict": "–", "why": f"relative error {short(report.recovered)} below the fault"}
         where = f", at {report.furthest}" if report.furthest else ""
@@ -81,13 +85,14 @@ def answer(question: str, report: Report, faults: list[dict[str, Any]], mild: li
         return {"verdict": verdict, "why": exact if reached else times}
     if count:
         return {"verdict": verdict, "why": times}
+    steps = f", in {report.steps} steps on different batches" if report.steps > 1 else ""
     fine = {
-        "repeats exactly": f"{report.replayed} functions ran twice on the same input, with the same bits",
-        "keeps no state": "nothing that functions keep changes what they return, in a first step or in a later one",
+        "repeats exactly": f"{report.replayed} functions were recomputed on the same input, with the same bits",
+        "keeps no state": f"nothing that functions keep changes what they return{steps}",
         "leaves its inputs alone": "no function edits its sources or its side inputs",
     }
     if not reached:
-        return {"verdict": "–", "why": "none was seen before a fault stood in the way"}
+        return {"verdict": "–", "why": STOPPED}
     return {"verdict": verdict, "why": fine[question]}
 
 
