@@ -11,7 +11,7 @@ import retrograde as rg
 from retrograde.bench import results
 
 ROOT = Path(__file__).parent.parent
-MADE = ("api.md", "results.md")  # from docstrings, whose code runs as doctests, and from files
+MADE = ("api.md", "results.md", "log.md")  # from docstrings, whose code runs as doctests, from files, and from what was tried
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 

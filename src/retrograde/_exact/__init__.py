@@ -1,0 +1,1 @@
+"""Additions that lose nothing, sketches, and the CUDA kernels for both."""
