@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
+from ._base.pytrees import S
 from ._base.tracing import at_trace_time, key_of, named
 from ._engine.run import invert, run
 from ._engine.verify import Verify, check_verify
@@ -18,8 +19,6 @@ from .memory import Memory, check_memory
 from .update import Program, Update
 
 __all__ = ["Net", "Reversible"]
-
-S = TypeVar("S")  # a stream: a tensor, or a tree of tensors
 
 
 class Chosen:

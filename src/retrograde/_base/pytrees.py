@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .torch_private import TreeSpec, tree_flatten, tree_unflatten
 from .tracing import at_trace_time
+
+S = TypeVar("S")  # a stream: a tensor, or a tree of tensors
 
 
 class Carried:

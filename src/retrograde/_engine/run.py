@@ -6,7 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from .. import memory as policies
 from .._base import tracing
 from .._base.function_modules import Held
 from .._base.lean import looks, two_forms, use_lean
-from .._base.pytrees import dense, each, tensors
+from .._base.pytrees import S, dense, each, tensors
 from .._base.torch_private import in_forward_mode, in_transform, outside_traces, under_hooks
 from .._base.tracing import at_trace_time, named, whole_graph
 from .._exact.choose import Arithmetic, check_arithmetic, exact_streams, refuse_growth
@@ -32,7 +32,6 @@ from .records import Run
 from .verify import Verify, check_verify, settle
 
 before_each_run: list[Callable[[Iterable[Any]], None]] = []  # called with the modules of a program: who adds one may refuse it
-S = TypeVar("S")  # a stream: a tensor, or a tree of tensors
 _SIZES = 256  # so many inputs of different sizes are remembered
 
 
