@@ -19,12 +19,12 @@ from test_docs import ROOT
 from test_imports import environment, loaded_by
 
 import retrograde
+from retrograde._base.report import save
 from retrograde.bench import compare, worker
 from retrograde.bench.compare import Comparison, Found, Measured, compare_gradients, end
 from retrograde.bench.kernels import kind_of
 from retrograde.bench.measure import Timing
 from retrograde.bench.meter import LiveBytes, peak_on_cpu
-from retrograde.bench.report import save
 from retrograde.bench.sketch import error, sketch
 from retrograde.bench.variants import PEERS, Variant, chosen, installed, variants
 from retrograde.cli import app

@@ -11,9 +11,10 @@ import pytest
 from test_imports import environment, loaded_by
 
 import retrograde
-from retrograde.bench.report import as_json, size
+from retrograde._base.loading import Refused, called, load, told
+from retrograde._base.report import as_json, size
 from retrograde.cli import app
-from retrograde.cli.given import Refused, at_least, byte_size, called, load, told, writable
+from retrograde.cli.given import at_least, byte_size, writable
 
 
 def retrograde_command(*arguments, cwd=None):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import beside, size
+from .._base.report import beside, size
 
 PROG = "python -m retrograde.bench.results"
 MOST = 40  # rows that a reader looks through

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from ..cli.given import Refused, told
+from .._base.loading import Refused, told
+from .._base.meter import peak_on_cpu, peak_on_cuda
+from ..models.blocks import DTYPES, net_of
 from .kernels import kernel_seconds
 from .measure import in_turns
-from .meter import peak_on_cpu, peak_on_cuda
 from .sketch import sketch
-from .subject import DTYPES, forward_of, input_of, net_of, preallocate
+from .subject import forward_of, input_of, preallocate
 
 BURN_IN = 6  # a budget over compiled functions needs as many steps to settle
 

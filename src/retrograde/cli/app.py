@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .. import __version__
-from .given import Refused
+from .._base.loading import Refused
 from .parse import nearest, parsed
 
 COMMANDS = {  # name: what it does; the module has the same name

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .._base.loading import Refused
+from .._base.report import origin
 from ..bench.compare import Comparison, Measured, compare_gradients, measure_all, versions
-from ..bench.report import origin
-from ..bench.subject import net_of
 from ..bench.variants import Variant, chosen, variants
+from ..models.blocks import net_of
 from .bench_table import doubts, kernels, notes, table
-from .given import Refused, at_least, byte_size, device_of, picture, writable
+from .given import at_least, byte_size, device_of, picture, writable
 from .options import Autocast, Device, Dtype, Factory, File, Flag, Names, Number, Numbers, Sizes
 from .screen import console, keep, progress
 

@@ -11,13 +11,14 @@ import torch
 
 import retrograde as rg
 
-from ..bench.report import origin
-from ..bench.subject import DTYPES
+from .._base.loading import Refused, told
+from .._base.report import origin
 from ..check.gradients import Report
 from ..check.lines import raised_at, shown
 from ..errors import RetrogradeError
+from ..models.blocks import DTYPES
 from .check_table import Checked, judge, show
-from .given import Refused, at_least, device_of, picture, told, writable
+from .given import at_least, device_of, picture, writable
 from .net_given import Given, given_net
 from .options import Autocast, Device, File, Net, Number, Numbers, Policy
 from .screen import keep

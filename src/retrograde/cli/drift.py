@@ -15,12 +15,13 @@ from rich.table import Table
 
 import retrograde as rg
 
+from .._base.loading import Refused, told
+from .._base.report import origin
 from ..bench.drift_curve import Curve, Point, draw_curve
-from ..bench.report import origin
 from ..check.gradients import short
 from ..check.lines import raised_at, shown
 from ..errors import RetrogradeError
-from .given import Refused, at_least, device_of, picture, told, writable
+from .given import at_least, device_of, picture, writable
 from .net_given import Given, given_net
 from .options import Device, Factory, File, Names, Number, Numbers
 from .parse import nearest

@@ -1,94 +1,16 @@
-"""What users give on the command line, read and checked: functions by name, sizes in bytes, paths. Needs no package."""
+"""What users give on the command line, read and checked: sizes in bytes, paths, devices, counts. Needs no package."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
-import os
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from .._base.loading import Refused
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-PICTURES = (".png", ".svg", ".pdf")
 UNITS |= {f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
-
-
-class Refused(Exception):
-    """Arguments or input that cannot be used. The message is one line: what is wrong, and the way out."""
-
-
-def load(spec: str, option: str) -> Callable[..., Any]:
-    """The function that "module:function" names; modules of the current directory are found too.
-
-    >>> load("math:sqrt", "--block")(9)
-    3.0
-    """
-    module_name, colon, name = spec.partition(":")
-    if not (module_name and colon and name):
-        raise Refused(f"{option} {spec!r} is not of the form module:function")
-    if "/" in module_name or "\\" in module_name or module_name.endswith(".py"):
-        path = Path(module_name)
-        instead = ("" if path.parent == Path() else f"cd {path.parent} and ") + f"write {path.name.removesuffix('.py')}:{name}"
-        raise Refused(f"{option} {spec}: {module_name} is a path, not a module: {instead}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise Refused(f"{option} {spec}: no module {error.name!r}, neither here nor installed") from error
-        raise Refused(f"{option} {spec}: importing {module_name} fails: {told(error)}") from error
-    except Exception as error:
-        raise Refused(f"{option} {spec}: importing {module_name} fails: {told(error)}") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise Refused(f"{option} {spec}: {module_name} has no {name!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise Refused(f"{option} {spec} is a {type(found).__name__}, not a function")
-    return found
-
-
-def called(spec: str, option: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What the factory returns; an exception of its own is told in one line."""
-    try:
-        return factory(*args, **kwargs)
-    except Exception as error:
-        raise Refused(f"{option} {spec} raises {told(error)}") from error
-
-
-def sized(spec: str, option: str, factory: Callable[..., Any], sizes: dict[str, int]) -> Callable[[], Any]:
-    """Calls the factory with those of the sizes that its signature names; another parameter, if there is one, is the width."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # built in: its parameters are not known
-        parameters = ()
-    one_by_one = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    named = {p.name: sizes[p.name] for p in one_by_one if p.name in sizes and p.kind != p.POSITIONAL_ONLY and not _own(p)}
-    others = [p for p in one_by_one if p.default is p.empty and p.name not in named]
-    if len(others) > 1 or (others and "dim" in named):
-        raise Refused(
-            f"{option} {spec} takes ({', '.join(p.name for p in one_by_one)}): it may take nothing, one argument of any name, "
-            f"which is the width, and arguments named {', '.join(list(sizes)[:-1])} or {list(sizes)[-1]}"
-        )
-    if others and others[0].kind != inspect.Parameter.POSITIONAL_ONLY:
-        return lambda: called(spec, option, factory, **{others[0].name: sizes["dim"]}, **named)
-    return lambda: called(spec, option, factory, *(sizes["dim"] for _ in others), **named)
-
-
-def _own(parameter: inspect.Parameter) -> bool:
-    """A number of heads that the factory has already is its own: it goes with its own width."""
-    return parameter.name == "heads" and parameter.default is not parameter.empty
-
-
-def told(error: BaseException, width: int = 200) -> str:
-    """An exception in one short line."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def byte_size(text: str, option: str) -> int:

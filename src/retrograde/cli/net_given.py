@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import retrograde as rg
 
+from .._base.loading import Refused, load, sized
 from .._base.torch_private import tree_leaves, tree_map
-from ..bench.model import Attention, mlp
-from ..bench.subject import DTYPES
+from ..models.blocks import DTYPES, Attention, mlp
 from ..modules import Net
-from .given import Refused, load, sized
 
 MAY = "(f, g), a module with f and g, a list of rg.Update, a net that contains a program, (net, inputs) or (net, inputs, side)"
 SIZES = ("dim", "depth", "seq", "batch", "heads")  # that a factory may ask for

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .given import Refused
+from .._base.loading import Refused
 
 WIDTH = 80  # of the text above the options
 TAKES = {"INT": "a whole number", "FLOAT": "a number"}

@@ -13,14 +13,15 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from ..bench.report import machine, origin, size
+from .._base.loading import Refused
+from .._base.report import machine, origin, size
 from ..errors import RetrogradeError
 from ..memory import KINDS, Anchor, Budget, StoreLast
 from ..training.errors import reason
 from ..training.loop import Outcome, train
 from ..training.metrics import read
 from ..training.settings import Settings, settle
-from .given import Refused, at_least, byte_size, picture, writable
+from .given import at_least, byte_size, picture, writable
 from .options import Arithmetic, Device, File, Flag, Number, Paths, Policy, Real
 from .screen import console, harmless, keep
 from .watch import Watch

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from ..bench.report import size
+from .._base.report import size
 from ..training.settings import Settings
 from .screen import console
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..bench.report import size
+from .._base.report import size
 from ..errors import BudgetTooSmall
 from .predict import WAYS, Planner, Predicted
 from .reach import deepest, longest, widest

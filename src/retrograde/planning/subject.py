@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..bench.subject import DTYPES, net_of
-from ..cli.given import Refused, called, load, told
+from .._base.loading import Refused, called, load, told
 from ..errors import RetrogradeError
+from ..models.blocks import DTYPES, net_of
 from .trace import Made, Traced, Tracer, nets_of
 
 LONGEST = 1000  # characters of an error

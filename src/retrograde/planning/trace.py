@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._base.meter import LiveBytes
 from .._base.torch_private import compiler_config, fake_mode, run_backward, tree_leaves
 from .._exact.fake import as_on
-from ..bench.meter import LiveBytes
 from ..modules import Net
 from .as_on_cuda import AsOnCuda, workspace
 from .partitioned import partition
