@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from support import WIDTH, assert_same, draw, gradients, mlp, mlps, rg
 from torch import nn
 
+from retrograde._base.cuda_graph import Drawn, DrawnAgain, draws
 from retrograde._engine import context
-from retrograde._engine.cuda_graph import Drawn, DrawnAgain, draws
 
 RANDOM = {
     "dropout": lambda x: F.dropout(x, 0.5),

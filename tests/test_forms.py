@@ -9,8 +9,8 @@ import torch
 from support import WIDTH, assert_same, draw, gradients, loss_of, mlps, rg
 from torch import nn
 
+from retrograde._base import lean as form
 from retrograde._engine import budget
-from retrograde._engine import lean as form
 from retrograde.bench.meter import LiveBytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own

@@ -12,7 +12,7 @@ import torch
 from support import REPLAYED, assert_same, rg
 from torch import nn
 
-from retrograde._engine.backward import Run
+from retrograde._engine.records import Run
 
 WIDTH = 4
 

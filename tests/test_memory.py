@@ -11,7 +11,7 @@ import torch
 from support import rg
 from torch import Tensor, nn
 
-from retrograde._engine.record import Record
+from retrograde._engine.records import Record
 from retrograde.bench.meter import LiveBytes
 
 ROWS, WIDTH = 1 << 14, 16

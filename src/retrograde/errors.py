@@ -193,8 +193,8 @@ def drifted(where: str, far: float) -> NotRepeated:
 
 def wrong_undo(where: str, far: float, late: bool) -> NotRepeated:
     return NotRepeated(
-        f"undo of the rule does not give back the target as it was before apply {_apart(far)}, so gradients of earlier updates "
-        f"would be wrong{_late(late)}. undo(apply(target, out), out) must be the target, up to rounding; if it cannot be, use "
+        f"undo of the rule does not give back the target as it was before apply {_apart(far)}, so gradients would be "
+        f"wrong{_late(late)}. undo(apply(target, out), out) must be the target, up to rounding; if it cannot be, use "
         "memory='checkpoint'",
         where,
     )

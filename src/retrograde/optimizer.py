@@ -23,8 +23,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._base.torch_private import active_ddp, at_end_of_backward
+from ._engine.backward import needed
 from ._engine.run import before_each_run
-from ._engine.walks import needed
 from .errors import ProgramError
 
 _OWNER: Any = WeakIdKeyDictionary()  # parameter: weakly, the StepInBackward that steps it

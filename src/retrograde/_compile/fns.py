@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._base.cuda_graph import draws
+from .._base.lean import Forms, compiled_parts
 from .._base.torch_private import TorchDispatchMode
-from .._engine.cuda_graph import draws
-from .._engine.lean import Forms, compiled_parts
 from ..errors import ProgramError
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._base.cuda_graph import draws
 from .._base.torch_private import TorchDispatchMode, tree_leaves, tree_map
 from .._base.tracing import at_trace_time
-from .._engine.cuda_graph import draws
 from ..errors import ReplayError
 
 _REGIONAL = "Compile without fullgraph=True, or compile the functions one by one: rg.compile_fns(net)"

@@ -12,11 +12,11 @@ from torch import Tensor
 from .. import errors
 from .._base.pytrees import flatten, tensors
 from .._exact import cuda as fused
+from .._exact.sketch import Table, take
 from .._exact.streams import Exact, Note, read
 from ..rules import Add, Inverted
 from ..update import Update
 from .replay import replaying
-from .sketch import Table, take
 
 Streams: TypeAlias = dict[str, Any]
 _version = attrgetter("_version")
@@ -122,10 +122,10 @@ def _sign(rule: Any, back: bool) -> int:
 def _fused(index: int, target: Any, out: Any, sign: int, table: Callable[[], Table]) -> Any:
     """The addition and the sketch in one CUDA kernel, or None where there is none."""
     if isinstance(target, Exact) and target.on_cuda:
-        table().start(index, {t.device for t in target.made})
+        table().start(index)
         return target.plus(out, sign, Note(table(), index))
     if isinstance(target, Tensor) and isinstance(out, Tensor) and target.is_cuda and fused.addable(target, out):
-        table().start(index, (target.device,))
+        table().start(index)
         return fused.add(target, out, sign, 0, table().row(index, target.device))
     return None
 

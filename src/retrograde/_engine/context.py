@@ -8,14 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from .. import errors
+from .._base.cuda_graph import capturing
 from .._base.function_modules import Held
+from .._base.generators import Draws, generators
 from .._base.pytrees import tensors
 from .._base.torch_private import tree_flatten, tree_unflatten
 from ..update import Program
 from .call import Streams
-from .cuda_graph import capturing
 from .module_state import ModuleState
-from .replay import Draws, generators, modes
+from .replay import modes
 from .verify import Verification
 
 _HOLE = object()
@@ -46,7 +47,8 @@ class Context:
         self.draws = Draws([g for g in generators(flat) if not (self.capturing and g.device.type == "cuda")])
         self.modules: list[ModuleState] = []  # of the updates that have run
         self.known: list[list[Any]] = []  # what fns have saved, the last kinds: most are like one that came before
-        self.verification = None if verify == "off" or self.capturing else Verification(program, verify, own)
+        leaves = max((len(tensors(streams[name])) for name in program.names), default=1)
+        self.verification = None if verify == "off" or self.capturing else Verification(program, verify, own, leaves)
 
     def check_side(self) -> None:
         """fns may have put something into a list or a dict: no version tells."""

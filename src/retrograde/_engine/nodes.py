@@ -1,13 +1,15 @@
-"""The nodes of autograd's graph that keep the final streams and start the walk back."""
+"""What we put into autograd's graph: nodes that keep the final streams and start the walk back, and numbers of saved tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._base.torch_private import graph_task, keeps_graph, quick_apply
+from .._base.torch_private import keeps_graph, quick_apply
+from .._base.tracing import untraced
 
 
 class Vault(torch.autograd.Function):
@@ -27,18 +29,17 @@ class Keep(torch.autograd.Function):
     """The identity, on each output of a run: keeps the vault alive and starts the walk in backward."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, vault: tuple[Tensor], t: Tensor) -> Tensor:
+    def forward(ctx: Any, start: Callable[[Any], object], run: Any, vault: tuple[Tensor], t: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.vault = run, vault  # in a tuple, so that the vault is no input: no gradient goes there
+        ctx.start, ctx.run, ctx.vault = start, run, vault  # in a tuple, so that the vault is no input: no gradient goes there
         return t.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if graph_task() not in ctx.run.walks:
-            ctx.run.begin(ctx.run.top())
+        ctx.start(ctx.run)
         if not keeps_graph():
             ctx.vault = None  # as autograd lets go of what a node has saved
-        return None, None, grad
+        return None, None, None, grad
 
 
 class Source(torch.autograd.Function):
@@ -71,3 +72,19 @@ def vault(saved: list[Tensor]) -> Tensor:
 def source(t: Tensor) -> Tensor:
     """The same numbers, behind a node of their own."""
     return _source(_NOTHING, t)
+
+
+@untraced
+def packer(store: list[Any], versions: list[int] | None = None) -> Callable[[Tensor], int]:
+    """A pack hook that collects what is saved and leaves its number, and notes versions.
+
+    The graph holds on to it: empty `store` afterwards.
+    """
+
+    def pack(t: Tensor) -> int:
+        if versions is not None:
+            versions.append(t._version)
+        store.append(t)
+        return len(store) - 1
+
+    return pack

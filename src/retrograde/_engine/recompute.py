@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
 from .. import errors
-from .._base.pytrees import tensors
-from .._base.torch_private import keeps_graph, pop_hooks, push_hooks, set_grad, version_of
+from .._base.cuda_graph import DrawnAgain
+from .._base.lean import use_lean
+from .._base.pytrees import each, flatten, tensors, unflatten, with_strides
+from .._base.torch_private import home_of, keeps_graph, pop_hooks, push_hooks, set_grad
+from .._exact.sketch import take
+from .._exact.streams import read
 from .call import Streams, apply, call, observe, put_on
 from .context import Context
-from .cuda_graph import DrawnAgain
-from .lean import use_lean
-from .record import Record, check_captured, difference_of, look, packer, reader, version
+from .nodes import packer, source
+from .records import Record, Walk
 from .replay import recomputing
-from .sketch import take
-from .walks import Walk
+
+_look = attrgetter("shape", "dtype", "device", "_version")
 
 
-def versions_of(state: Streams) -> list[int]:
-    """Tells whether a stream was edited in place."""
-    try:
-        return list(map(version, state.values()))
-    except (AttributeError, RuntimeError):  # trees of tensors have none, nor have inference tensors
-        return [version_of(t) for value in state.values() for t in tensors(value)]
-
-
-def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | None]:
+def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
     """What fn saves; the update is undone, unless that was done before."""
+    context = walk.context
     if record.values is not None:
         return _stored(walk, record)
     if walk.side and walk.edited(record.update.side_inputs(walk.side)):
@@ -41,10 +39,10 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
     with recomputing(context.modes):
         present = context.draws.again(drawn_before)
         try:
-            sources = record.sources_again(walk.state)
-            push_hooks(packer(store, []), reader(store, record))
+            sources = _sources_again(record, walk.state)
+            push_hooks(packer(store), _reader(store, record))
             try:
-                row, out, target = _run(walk, record, context, sources, swap)
+                seen = _run(walk, record, context, sources, swap)
             finally:
                 pop_hooks()
         finally:
@@ -53,30 +51,30 @@ def recompute(walk: Walk, record: Record, context: Context) -> list[Tensor | Non
             values = list(store)
             store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
             use_lean(form)
-    now = list(map(look, values))
+    now = list(map(_look, values))
     if now != record.meta:
-        difference = difference or difference_of(record.meta, now)
+        difference = difference or _difference_of(record.meta, now)
     if difference:
         raise errors.other_path(record.where, difference)
     if now != record.meta:
-        check_captured(record, [sources, walk.side, swap.put_in], values, now)
+        _check_captured(record, [sources, walk.side, swap.put_in], values, now)
     if context.verification is not None:  # at last, as what was said so far says more
-        context.verification.compare(record, row, out, target)
+        context.verification.compare(record, *seen)
     for j in record.stale:
         values[j] = None  # asked for, it is an error
     return values
 
 
-def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap: Any) -> tuple[Any, Any, Any]:
+def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap: Any) -> tuple[Any, ...]:
     """fn, then the rule: undone, and applied again if it saves tensors of its own.
 
-    Returns the sketch of what fn returned, that itself, and the target as it was before the update.
+    Returns the sketch of what fn returned, that itself, and the target before the update and after it.
     """
     state, index, update, rule = walk.state, record.index, record.update, record.update.rule
     table = None if context.verification is None else context.verification.second
     given = None if record.given is None else DrawnAgain(record.given, record.where)
     out = call(index, update, state, sources, walk.side, given)
-    target = state.get(update.target)
+    changed = target = state.get(update.target)
     if walk.at > record.number:
         if why := rule.mismatch(target, out):
             raise errors.other_path(record.where, why)
@@ -92,8 +90,8 @@ def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap:
         row = None if table is None else take(index, out, table)
     if rule.saves:
         observe(index, update, [*sources, target], out)
-        apply(index, update, record.target_again(target), out)
-    return row, out, target
+        apply(index, update, _target_again(record, target), out)
+    return row, out, target, changed
 
 
 def _stored(walk: Walk, record: Record) -> list[Tensor | None]:
@@ -110,3 +108,70 @@ def _stored(walk: Walk, record: Record) -> list[Tensor | None]:
     if record.modules.repeatable and not keeps_graph():
         record.values = record.before = None  # the walk has them now; asked for again, fn runs again
     return values
+
+
+# -- what fn is given ---------------------------------------------------------------------------------------------------
+
+
+def _sources_again(record: Record, state: Streams) -> list[Any]:
+    """The recovered sources in the layout and with the flags that fn saw."""
+    if len(record.leaves) == len(record.update.sources) == 1 and isinstance(t := state[record.update.sources[0]], Tensor):
+        strides, grad = record.leaves[0]
+        t = with_strides(t, strides)
+        return [source(t) if grad else t]
+    rest, again = iter(record.leaves), {}
+
+    def leaf(t: Tensor) -> Tensor:
+        strides, grad = next(rest)
+        t = with_strides(t, strides)
+        return source(t) if grad else t
+
+    for name in record.update.sources:
+        value = each(leaf, read(state[name]))
+        again.setdefault(name, value)  # twice the same: so it was for fn
+    return [again[name] for name in record.update.sources]
+
+
+def _target_again(record: Record, target: Any) -> Any:
+    flat, spec = flatten(target)
+    pairs = zip(flat, record.target_leaves, strict=True)
+    dense = [(with_strides(t, strides), grad) for t, (strides, grad) in pairs]
+    return unflatten([source(t) if grad else t.detach() for t, grad in dense], spec)
+
+
+# -- what it saved -----------------------------------------------------------------------------------------------------
+
+
+def _reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
+    """The unpack hook of a recomputation, for a fn that itself calls autograd.grad. The list is empty when that is over."""
+
+    def read(j: int) -> Tensor:
+        if j >= len(store):
+            raise errors.ReplayError(
+                "a tensor that fn left behind while it was recomputed has no graph. Leave it `if not rg.replaying():`",
+                record.where,
+            )
+        return store[j]
+
+    return read
+
+
+def _difference_of(old: Sequence[Any], new: Sequence[Any]) -> str | None:
+    """What differs besides versions, or None."""
+    if len(old) != len(new):
+        return f"it saved {len(new)} tensors for its gradient, {len(old)} before"
+    other = ((a, b) for a, b in zip(old, new, strict=True) if a[:3] != b[:3])
+    return next((f"it saved a tensor of {_words(b)}, {_words(a)} before" for a, b in other), None)
+
+
+def _words(key: Any) -> str:
+    shape, dtype, device, _ = key
+    return f"shape {tuple(shape)}, {dtype}, on {device}"
+
+
+def _check_captured(record: Record, own: Any, values: list[Any], now: list[Any]) -> None:
+    """A saved tensor with another version than in the first run, which is none of our own, was edited from outside."""
+    homes = {home_of(t) for t in tensors(own)}
+    for old, new, t in zip(record.meta, now, values, strict=True):
+        if old != new and home_of(t) not in homes:
+            raise errors.changed_since(record.where, record.modules.name_of(t) or errors.held_tensor(t.shape))

@@ -15,6 +15,7 @@ from .. import errors
 from .. import memory as policies
 from .._base import tracing
 from .._base.function_modules import Held
+from .._base.lean import looks, two_forms, use_lean
 from .._base.pytrees import dense, each, tensors
 from .._base.torch_private import in_forward_mode, in_transform, outside_traces, under_hooks
 from .._base.tracing import at_trace_time, named, whole_graph
@@ -23,11 +24,11 @@ from .._exact.range import Ledger
 from .._exact.streams import Exact, carried, read
 from ..update import Program, Update
 from . import budget
-from .backward import Run
 from .budget import Learned, Purse
 from .call import Streams, apply, call, fitting, observe, sources_of
 from .context import Context
-from .lean import looks, two_forms, use_lean
+from .forward import forward, keep_finals
+from .records import Run
 from .verify import check_verify, settle
 
 before_each_run: list[Callable[[Iterable[Any]], None]] = []  # called with the modules of a program: who adds one may refuse it
@@ -214,9 +215,9 @@ def _walkable(program: Program, indices: range, state: Streams, context: Context
         name = program.components[index]
         if name not in runs:
             runs[name] = Run(context, **how)
-        runs[name].forward(index, program.updates[index], state)
+        forward(runs[name], index, program.updates[index], state)
     for made in runs.values():
-        made.keep_finals(state)
+        keep_finals(made, state)
 
 
 def _within(limit: int | str, program: Program, indices: range, state: Streams, side: Streams, context: Context) -> bool:
@@ -268,7 +269,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
 def _checkpoint(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> bool:
     """Keep the sources of each update: a run of its own for each, and nothing to undo."""
     for index in indices:
-        Run(context, keeps_sources=True).forward(index, program.updates[index], state)
+        forward(Run(context, keeps_sources=True), index, program.updates[index], state)
     return True
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from .._base.cuda_graph import capturing
 from .._base.pytrees import tensors
 from .._base.torch_private import at_end_of_backward, graph_task
+from .._exact.sketch import PROJECTIONS, SQUARES, TARGET, WIDTH, Table, squares, take
 from ..rules import by_user
-from .cuda_graph import capturing
-from .sketch import PROJECTIONS, SQUARES, TARGET, Table, squares, take
 
 NAMES = ("error", "warn", "off")
 FLOOR = 300  # roundings of a stream: a difference smaller than so many is lost in the stream anyway
+SLACK = {True: 1e-6, False: 1.0}  # so much of what a rule of the user's has made counts with its target, which may start at zero
 DRIFT = {True: (1e-5, 1e-3), False: (1e-2, 5e-2)}  # where inputs drift, by whether streams are float64: warn from, raise from
 
 _LOCK = threading.Lock()
@@ -53,15 +54,20 @@ class Limits(NamedTuple):
 class Verification:
     """Of one forward pass and the backward passes through it."""
 
-    def __init__(self, program: Any, verify: str, streams: Iterable[Tensor]):
+    def __init__(self, program: Any, verify: str, streams: Sequence[Tensor], leaves: int):
         self.program, self.verify, self.count = program, verify, len(program.updates)
+        self.leaves = leaves  # of the stream that has the most
         floats = [t.dtype for t in streams if t.is_floating_point() or t.is_complex()]
         eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
         self.drift = DRIFT[eps < 1e-10]
         self.floor = FLOOR * min(eps, torch.finfo(torch.float32).eps)
+        self.slack = SLACK[eps < 1e-10]
         self.has_nan = False  # in the output of some fn: gradients are NaN as well, and there is nothing to report
-        self.table = Table(2 * self.count)  # as many rows again for the targets of rules of users
+        self.table = self._table()
         self.tables: dict[int, tuple[Table, dict[int, Limits]]] = {}  # of recomputations, by graph task
+
+    def _table(self) -> Table:
+        return Table(2 * self.count, self.leaves)  # as many rows again for the targets of rules of users
 
     def first(self) -> Table:
         return self.table
@@ -73,44 +79,51 @@ class Verification:
         """What the graph task that is running recomputes: the table, and the rows to compare."""
         task = graph_task()
         if task < 0:  # somebody reads saved tensors outside of a backward pass
-            return Table(2 * self.count), {}
+            return self._table(), {}
         if task not in self.tables:
-            self.tables[task] = Table(2 * self.count), {}
+            self.tables[task] = self._table(), {}
             at_end_of_backward(partial(self._end, task))
         return self.tables[task]
 
-    def note(self, record: Any, row: list[float] | None, target: Any) -> None:
+    def note(self, record: Any, row: list[float] | None, target: Any, changed: Any) -> None:
         """The sketch of what fn returned in the first run, and that of the target before the rule of a user changes it."""
         record.row = row
-        self.has_nan = self.has_nan or (row is not None and row[-1] > 0)
+        self.has_nan = self.has_nan or (row is not None and any(row[WIDTH - 1 :: WIDTH]))
         if by_user(record.update.rule):
-            record.target_row = take(self.count + record.index, target, self.first)
+            at = self.count + record.index
+            record.target_row = take(at, target, self.first)
+            self.table.stream(at, changed)
 
-    def compare(self, record: Any, row: list[float] | None, out: Any, target: Any) -> None:
+    def compare(self, record: Any, row: list[float] | None, out: Any, target: Any, changed: Any) -> None:
         """The same of a recomputation, where `target` is what undo made of it."""
         users = by_user(record.update.rule)
         if row is not None and not users and self._near(record, row) and all(t.is_cpu for t in tensors(out)):
             return  # as a rule
         limits = Limits(*self.drift, self.floor, "drifting output") if record.drifts else Limits(*_steady(out), 0.0, "output")
-        self._compare(record.index, record.row, row, limits, out, target)
+        self._compare(record.index, record.row, row, limits, out, changed)
         if users and record.kept is None:
-            row, limits = take(self.count + record.index, target, self.second), Limits(*self.drift, 0.0, "target")
-            self._compare(self.count + record.index, record.target_row, row, limits, target, None)
+            at, limits = self.count + record.index, Limits(*self.drift, self.slack, "target")
+            self._compare(at, record.target_row, take(at, target, self.second), limits, target, changed)
 
     def _near(self, record: Any, row: list[float]) -> bool:
         """Whether nobody needs to look closer, as far as four projections tell the size of the output."""
         first = record.row
-        if first == row or first is None or not record.drifts or first[PROJECTIONS:] != row[PROJECTIONS:]:
+        if first == row or first is None or not record.drifts or len(first) != len(row):
             return first == row
-        return _apart(first, row) <= self.drift[0] / 16 * _norm(first)
+        pairs = zip(_leaves(first), _leaves(row), strict=True)
+        return all(a[PROJECTIONS:] == b[PROJECTIONS:] and _apart(a, b) <= self.drift[0] / 16 * _norm(a) for a, b in pairs)
 
-    def _compare(self, at: int, first: Any, second: Any, limits: Limits, out: Any, target: Any) -> None:
+    def _compare(self, at: int, first: Any, second: Any, limits: Limits, out: Any, stream: Any) -> None:
+        """Leaf by leaf: a fault in a small one counts as much as in a large one."""
         if first is not None and second is not None and first != second:
-            far, same_kind = math.inf, first[PROJECTIONS:] == second[PROJECTIONS:]
-            if same_kind:
-                size = squares(out) + (limits.floor**2 * squares(target) if limits.floor else 0.0)
-                far = _apart(first, second) / math.sqrt(size) if size else math.inf
-            if far > limits.warn and (same_kind or not self.has_nan):
+            far, sizes, of = 0.0, squares(out), squares(stream) if limits.floor else []
+            floors = [limits.floor**2 * (of[i] if len(of) == len(sizes) else sum(of)) for i in range(len(sizes))]
+            for a, b, size, floor in zip(_leaves(first), _leaves(second), sizes, floors, strict=True):
+                if a[PROJECTIONS:] != b[PROJECTIONS:]:
+                    far = max(far, 0.0 if self.has_nan else math.inf)
+                elif a != b:
+                    far = max(far, _apart(a, b) / math.sqrt(size + floor) if size + floor else math.inf)
+            if far > limits.warn:
                 self.report(at, far, limits)
         if not all(t.is_cpu for t in tensors(out)):
             self._again()[1][at] = limits
@@ -145,6 +158,10 @@ def _steady(out: Any) -> tuple[float, float]:
     eps = max((torch.finfo(t.dtype).eps for t in found), default=0.0)
     limit = max(1e-3, 4 * eps) if any(not t.is_cpu for t in found) else min(1e-3, math.sqrt(eps))
     return limit, limit
+
+
+def _leaves(row: list[float]) -> list[list[float]]:
+    return [row[at : at + WIDTH] for at in range(0, len(row), WIDTH)]
 
 
 def _apart(first: Sequence[float], second: Sequence[float]) -> float:
@@ -188,21 +205,22 @@ class _Case:
             event.synchronize()
         pairs = [(first.tolist(), second.tolist()) for first, second in self.tables]
         has_nan = self.of.has_nan or any(row[-1] for first, _ in pairs for row in first)
-        found = []
+        found, rows = [], self.of.table.count
         for at in sorted(self.wanted, key=lambda at: (-(at % self.of.count), at)):
             limits = self.wanted[at]
-            far = max((_far(first[at], second[at], limits.floor) for first, second in pairs), default=0.0)
+            far = max((_far(first[at::rows], second[at::rows], limits.floor) for first, second in pairs), default=0.0)
             if far > limits.warn and not (has_nan and math.isinf(far)):
                 found.append((at, far, limits))
         if found:
             self.of.report(*next((one for one in found if one[1] > one[2].error), found[0]), late=True)
 
 
-def _far(first: list[float], second: list[float], floor: float) -> float:
-    if first[TARGET + 1 :] != second[TARGET + 1 :]:
+def _far(first: list[list[float]], second: list[list[float]], floor: float) -> float:
+    """How far the rows of an update are apart, leaf by leaf."""
+    if any(a[TARGET + 1 :] != b[TARGET + 1 :] for a, b in zip(first, second, strict=True)):
         return math.inf
-    apart, scale = _apart(first, second), math.sqrt(first[SQUARES] + floor**2 * first[TARGET])
-    return apart / scale if scale else math.inf if apart else 0.0
+    pairs = ((_apart(a, b), math.sqrt(a[SQUARES] + floor**2 * a[TARGET])) for a, b in zip(first, second, strict=True))
+    return max(apart / scale if scale else math.inf if apart else 0.0 for apart, scale in pairs)
 
 
 def _to_host(table: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class Exact(Carried):
             if kind == "plain":
                 made.append((own[0] + sign * part).to(dtype))
             elif kind == "split":
-                row = None if note is None else (note.table.row(note.row, part.device), number)
+                row = None if note is None else (note.table.row(note.row, part.device, number), number)
                 made += fused.plus(own[0], own[1], part, sign, ledger, row)
             else:
                 step = fused.on_grid(part, _bits(dtype))

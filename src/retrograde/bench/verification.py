@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from retrograde._engine.sketch import COLUMNS, Table, take
 from retrograde._exact import cuda as fused
 from retrograde._exact.range import Ledger
+from retrograde._exact.sketch import COLUMNS, Table, take
 
 from .._base.report import origin, save
 from .measure import Timing, in_turns

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._base.function_modules import modules_of
+from .._base.generators import Draws, generators
 from .._base.pytrees import tensors
 from .._base.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .._engine import call as calls
-from .._engine.replay import Draws, generators, replaying
+from .._engine.replay import replaying
 from .._exact.streams import read
 from ..errors import NotRepeated, ProgramError, RetrogradeError, at
 from ..modules import Net, Reversible

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .._engine.replay import Draws, generators
+from .._base.generators import Draws, generators
 from .._engine.run import invert, run
 from ..errors import ProgramError
 from ..modules import checked_pair, halves, joined, refuse_hooks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states as get_device_states
 from torch.utils.checkpoint import set_device_states as set_device_states
 
-from .._engine.replay import Draws, generators
+from .._base.generators import Draws, generators
 from ..errors import ProgramError
 from ..modules import Net, refuse_hooks
 from ..rules import Add, Affine, Rule

@@ -6,14 +6,14 @@ Infinite elements and NaN are counted and left out of the sums.
 
 - On a CPU a sketch is a list of numbers, taken with one or two small products.
 - On other devices it is a row in one table for the whole pass. On CUDA the kernel that adds the output of fn to its stream
-  writes it (fused.py). Nobody waits for the device (verify.py).
+  writes it (cuda.py). Nobody waits for the device (verify.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,17 +21,16 @@ from torch import Tensor
 
 from .._base.pytrees import tensors
 from .._base.torch_private import any_autocast, in_transform, no_dispatch
-from .._exact import cuda as fused
+from . import cuda as fused
 
 PROJECTIONS = 4
-# On a CPU a row has the projections and how many elements are infinite and how many NaN. In a table there stand between them the
-# squares of what was sketched, and those of the stream that it was added to.
+# On a CPU a row has for each leaf the projections and how many elements are infinite and how many NaN. In a table there stand
+# between them the squares of what was sketched, and those of the stream that it was added to.
+WIDTH = PROJECTIONS + 2
 SQUARES, TARGET = PROJECTIONS, PROJECTIONS + 1
 COLUMNS = PROJECTIONS + 4
 _BLOCK = 1024  # weights are made so many at a time: more of them never change the first ones
-_FLAT = (
-    4096  # up to so many elements each has its own weight; more are taken as a matrix, with a weight per row and one per column
-)
+_FLAT = 4096  # up to so many elements each has its own weight; more are a matrix, with a weight per row and one per column
 
 
 def usable(t: Tensor) -> bool:
@@ -46,30 +45,39 @@ def usable(t: Tensor) -> bool:
 
 
 class Table:
-    """The rows of one pass over a program, for tensors that are not on a CPU: on each device one tensor with a row per update."""
+    """The rows of one pass, for tensors that are not on a CPU: on each device one tensor with a row per update and leaf.
 
-    def __init__(self, count: int):
-        self.count = count
+    So a small leaf is compared on its own. The last leaves share a row where there are more than rows.
+    """
+
+    def __init__(self, count: int, leaves: int = 1):
+        self.count, self.leaves = count, leaves
         self.on: dict[torch.device, Tensor] = {}
         self._used: set[tuple[torch.device, int]] = set()
 
-    def row(self, index: int, device: torch.device) -> Tensor:
+    def row(self, index: int, device: torch.device, number: int = 0) -> Tensor:
         if device not in self.on:
             dtype = torch.float32 if device.type == "mps" else torch.float64
-            self.on[device] = torch.zeros(self.count, COLUMNS, dtype=dtype, device=device)
+            self.on[device] = torch.zeros(self.count * self.leaves, COLUMNS, dtype=dtype, device=device)
         self._used.add((device, index))
-        return self.on[device][index]
+        return self.on[device][min(number, self.leaves - 1) * self.count + index]
 
-    def start(self, index: int, devices: Iterable[torch.device]) -> None:
-        """Empty the row on these devices: an update may be recomputed twice in one backward pass."""
-        for device in devices:
+    def start(self, index: int) -> None:
+        """Empty the rows: an update may be recomputed twice in one backward pass."""
+        for device, table in self.on.items():
             if (device, index) in self._used:
-                self.on[device][index].zero_()
+                table[index :: self.count].zero_()
 
     def leaf(self, index: int, number: int, t: Tensor) -> None:
-        """Add a leaf to the row of its device."""
-        if t.numel() and usable(t) and not fused.sketch(t, number, self.row(index, t.device)):
-            self.row(index, t.device).add_(_masked(t, number))
+        """Add a leaf to its row."""
+        if t.numel() and usable(t) and not fused.sketch(t, number, self.row(index, t.device, number)):
+            self.row(index, t.device, number).add_(_masked(t, number))
+
+    def stream(self, index: int, value: Any) -> None:
+        """Note the squares of a stream that a rule has made."""
+        for number, t in enumerate(tensors(value)):
+            if not t.is_cpu and t.numel() and usable(t):
+                self.row(index, t.device, number)[TARGET] += _masked(t.detach(), number)[SQUARES]
 
 
 def take(index: int, value: Any, table: Callable[[], Table]) -> list[float] | None:
@@ -85,22 +93,28 @@ def take(index: int, value: Any, table: Callable[[], Table]) -> list[float] | No
 def _take(index: int, value: Any, table: Callable[[], Table]) -> list[float] | None:
     if type(value) is Tensor and value.is_cpu:  # as a rule
         return _on_cpu(value.detach(), 0) if value.numel() and usable(value) else None
-    row, leaves = None, list(enumerate(tensors(value)))
-    for number, t in leaves:
-        if t.is_cpu and t.numel() and usable(t):
-            found = _on_cpu(t.detach(), number)
-            row = found if row is None else [a + b for a, b in zip(row, found, strict=True)]
-    others = [(number, t) for number, t in leaves if not t.is_cpu]
+    row: list[float] = []
+    others = []
+    for number, t in enumerate(tensors(value)):
+        if not t.is_cpu:
+            others.append((number, t))
+        elif t.numel() and usable(t):
+            row += _on_cpu(t.detach(), number)
     if others:
-        table().start(index, {t.device for _, t in others})
+        table().start(index)
         for number, t in others:
             table().leaf(index, number, t.detach())
-    return row
+    return row or None
 
 
-def squares(value: Any) -> float:
-    """The sum of squares of the finite elements on a CPU."""
-    return sum(_squares(_real(t.detach()).view(-1)) for t in tensors(value) if t.is_cpu and t.numel() and usable(t))
+def strange(row: list[float]) -> bool:
+    """Whether there are NaN or infinite elements."""
+    return any(row[PROJECTIONS::WIDTH]) or any(row[PROJECTIONS + 1 :: WIDTH])
+
+
+def squares(value: Any) -> list[float]:
+    """Of each leaf that is in a row of a CPU the sum of squares of its finite elements."""
+    return [_squares(_real(t.detach()).view(-1)) for t in tensors(value) if t.is_cpu and t.numel() and usable(t)]
 
 
 def _squares(flat: Tensor) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from .._base.torch_private import TorchDispatchMode, home_of, schema_of, tree_leaves
+from .torch_private import TorchDispatchMode, home_of, schema_of, tree_leaves
 
 
 def capturing() -> bool:
