@@ -43,7 +43,7 @@ def load(spec: str, option: str) -> Callable[..., Any]:
             raise Refused(f"{option} {spec}: {module_name} has no {name!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise Refused(f"{option} {spec} is a {type(found).__name__}, not a function")
+        raise Refused(f"{option} {spec} is {kind_of(found)}, not a function")
     return found
 
 
@@ -77,6 +77,16 @@ def sized(spec: str, option: str, factory: Callable[..., Any], sizes: dict[str, 
 def _own(parameter: inspect.Parameter) -> bool:
     """A number of heads that the factory has already is its own: it goes with its own width."""
     return parameter.name == "heads" and parameter.default is not parameter.empty
+
+
+def kind_of(thing: object) -> str:
+    """The type of a thing, in a sentence.
+
+    >>> kind_of(3), kind_of("x")
+    ('an int', 'a str')
+    """
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def told(error: BaseException, width: int = 200) -> str:

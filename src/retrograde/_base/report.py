@@ -25,6 +25,14 @@ def size(count: float) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 or not count else f"{count / 2**10:.1f} KiB"
 
 
+def counted(count: int, what: str) -> str:
+    """
+    >>> counted(1, "thread"), counted(2, "thread")
+    ('1 thread', '2 threads')
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def machine(device: str) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
     return {

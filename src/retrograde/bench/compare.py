@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import retrograde
 
+from .._base.report import counted
 from .measure import Timing
 from .report import Report
 from .sketch import Sketch, error
@@ -59,7 +60,7 @@ class Comparison(Report):
 
     def what(self) -> str:
         s = self.setting
-        net = s["block"] or f"width {s['dim']}, {s['heads']} heads"
+        net = s["block"] or f"width {s['dim']}, {counted(s['heads'], 'head')}"
         precision = s["dtype"] if s["autocast"] == "none" else f"{s['dtype']} with {s['autocast']} autocast"
         return f"{net}, input {' × '.join(map(str, s['shape']))}, {precision}, gradient buffers kept"
 

@@ -21,7 +21,7 @@ from torch import nn
 import retrograde as rg
 from retrograde.check.gradients import Drift, short
 
-from .._base.report import origin, save
+from .._base.report import counted, origin, save
 from ..models.blocks import mlp
 from .depth import Parser, counts
 
@@ -70,8 +70,9 @@ class Curve:
             raise ValueError(f"{path} is not a report of this command ({type(error).__name__}: {error})") from error
 
     def where(self) -> str:
-        threads = "1 thread" if self.machine["threads"] == 1 else f"{self.machine['threads']} threads"
-        return f"{self.machine['device']}, {threads}, torch {self.machine['torch']}, {self.date}"
+        return (
+            f"{self.machine['device']}, {counted(self.machine['threads'], 'thread')}, torch {self.machine['torch']}, {self.date}"
+        )
 
     def what(self) -> str:
         """The net, in a line."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from .._base.report import as_json, beside, machine, origin, save, size
+from .._base.report import as_json, beside, counted, machine, origin, save, size
 from .measure import Timing
 
 __all__ = ["Report", "Row", "as_json", "beside", "machine", "origin", "save", "size"]
@@ -45,14 +45,16 @@ class Report:
     def where(self) -> str:
         """The machine and the date, in a line."""
         m = self.machine
-        threads = "" if self.setting["device"] == "cuda" else f", {m['threads']} threads"
+        threads = "" if self.setting["device"] == "cuda" else f", {counted(m['threads'], 'thread')}"
         return f"{m['device']}{threads}, torch {m['torch']}, {self.date}"
 
     def what(self) -> str:
         """The sizes, in a line."""
         s = self.setting
         grads = "gradient buffers kept" if s["grads"] == "kept" else "gradients start as None"
-        return f"width {s['width']}, {s['heads']} heads, {s['batch']} × {s['length']} tokens, {s['precision']}, {grads}"
+        return (
+            f"width {s['width']}, {counted(s['heads'], 'head')}, {s['batch']} × {s['length']} tokens, {s['precision']}, {grads}"
+        )
 
     def table(self) -> str:
         over = "over the start" if self.setting["grads"] == "none" else "activations"

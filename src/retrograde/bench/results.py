@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._base.report import beside, size
+from .._base.report import beside, counted, size
 
 PROG = "python -m retrograde.bench.results"
 MOST = 40  # rows that a reader looks through
@@ -51,7 +51,7 @@ def _section(path: Path) -> str:
             lines += [*_table(rows), ""]
         else:
             elsewhere = SHOWN.get(path.stem[11:].partition("-")[0])
-            lines += [f"{len(rows)} rows, in the file{f'; [a table of them]({elsewhere})' if elsewhere else ''}.", ""]
+            lines += [f"{counted(len(rows), 'row')}, in the file{f'; [a table of them]({elsewhere})' if elsewhere else ''}.", ""]
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._base.report import origin, save
+from .._base.report import counted, origin, save
 from ..models.language import Language
 from ..training.data import Text, open_data
 
@@ -102,7 +102,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         0.02, 0.93, "Held-out bits per byte: ordinary training, exact and float reversal", color=INK, fontsize=11.5, weight="bold"
     )
     s, m = report["setting"], report["machine"]
-    what = f"{s['depth']} blocks of width {s['width']}, {s['seeds']} seeds each"
+    what = f"{counted(s['depth'], 'block')} of width {s['width']}, {counted(s['seeds'], 'seed')} each"
     figure.text(
         0.02, 0.02, f"{what}\n{m['device']}, torch {m['torch']}, {report['date']}", color=FAINT, fontsize=7, linespacing=1.4
     )

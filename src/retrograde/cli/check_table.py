@@ -10,6 +10,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from .._base.report import counted
 from ..check.findings import Finding
 from ..check.gradients import Report, short
 from .screen import console
@@ -64,15 +65,18 @@ def answer(question: str, report: Report, faults: list[dict[str, Any]], mild: li
     kinds = QUESTIONS[question]
     count = sum(len(fault["updates"]) for fault in faults if fault["kind"] in kinds)
     verdict = "FAULT" if count else "warning" if any(f.kind in kinds for f in mild) else "ok"
-    times = f"{count} function{'' if count == 1 else 's'}: see below"
+    times = f"{counted(count, 'function')}: see below"
     if question == "gradients agree":
         if not reached:
-            return {"verdict": "FAULT" if count else "–", "why": times if count else "not compared: a fault stood in the way"}
+            return {
+                "verdict": "FAULT" if count else "–",
+                "why": times if count else "not compared: an earlier fault stopped the run",
+            }
         why = f"relative error {short(report.gradient_error)} against ordinary autograd, the largest of one {short(report.worst)}"
         return {"verdict": "ok" if report.ok else "FAULT", "why": why}
     if question == "streams come back":
         if not reached and not count:
-            return {"verdict": "–", "why": "not compared: a fault stood in the way"}
+            return {"verdict": "–", "why": "not compared: an earlier fault stopped the run"}
         if faults and not count and report.recovered:
             return {"verdict": "–", "why": f"relative error {short(report.recovered)} below the fault"}
         where = f", at {report.furthest}" if report.furthest else ""
@@ -82,12 +86,12 @@ def answer(question: str, report: Report, faults: list[dict[str, Any]], mild: li
     if count:
         return {"verdict": verdict, "why": times}
     fine = {
-        "repeats exactly": f"{report.replayed} functions ran twice on the same input, with the same bits",
+        "repeats exactly": f"{counted(report.replayed, 'function')} ran twice on the same input, with the same bits",
         "keeps no state": "nothing that functions keep changes what they return, in a first step or in a later one",
         "leaves its inputs alone": "no function edits its sources or its side inputs",
     }
     if not reached:
-        return {"verdict": "–", "why": "none was seen before a fault stood in the way"}
+        return {"verdict": "–", "why": "not checked: an earlier fault stopped the run"}
     return {"verdict": verdict, "why": fine[question]}
 
 
@@ -144,4 +148,4 @@ def lines(found: Checked) -> Iterator[Any]:
     for note in found.notes:
         yield f"note: {escape(note)}"
     count = len(found.faults)
-    yield "[green]sound[/green]" if found.sound else f"[bold red]{count} fault{'' if count == 1 else 's'}[/bold red]"
+    yield "[green]sound[/green]" if found.sound else f"[bold red]{counted(count, 'fault')}[/bold red]"

@@ -16,7 +16,7 @@ from rich.table import Table
 import retrograde as rg
 
 from .._base.loading import Refused, told
-from .._base.report import origin
+from .._base.report import counted, origin
 from ..bench.drift_curve import Curve, Point, draw_curve
 from ..check.gradients import short
 from ..check.lines import raised_at, shown
@@ -156,14 +156,14 @@ def errors_of(
 
 def show(curve: Curve, notes: list[str]) -> None:
     out, s = console(), curve.setting
-    net = s["block"] or f"attention and an MLP, width {s['dim']}, {s['heads']} heads"
+    net = s["block"] or f"attention and an MLP, width {s['dim']}, {counted(s['heads'], 'head')}"
     out.print(escape(f"{net}, input {' × '.join(map(str, s['shape']))}"), escape(curve.where()), sep="\n", soft_wrap=True)
     for title, streams in (("relative error of the gradients", False), ("of the recovered streams", True)):
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, header_style="bold")
         table.add_column(title)
         table.add_column("arithmetic")
         for depth in s["depth"]:
-            table.add_column(f"{depth} blocks" if depth == s["depth"][0] else str(depth), justify="right")
+            table.add_column(counted(depth, "block") if depth == s["depth"][0] else str(depth), justify="right")
         for (dtype, _, arithmetic), errors in curve.lines(streams).items():
             table.add_row(dtype, arithmetic, *(short(errors.get(depth)) for depth in s["depth"]))
         out.print(table)
