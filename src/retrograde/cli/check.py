@@ -20,7 +20,7 @@ from ..models.blocks import DTYPES
 from .check_table import Checked, judge, show
 from .given import at_least, device_of, picture, writable
 from .net_given import Given, given_net
-from .options import Autocast, Device, File, Net, Number, Numbers, Policy
+from .options import Autocast, Device, Factory, File, Flag, Net, Number, Numbers, Policy
 from .screen import keep
 from .train import policy
 
@@ -42,8 +42,10 @@ class Options:
     1 if it has faults, 2 for arguments that cannot be used.
     """
 
-    net: Net
+    net: Net = None
     """The factory of your block or net, as my_block:block."""
+    block: Factory = None
+    """The same by the name that it has in other commands."""
     dim: Number = None
     """Width of a stream, for the factory and the input (64)."""
     depth: Number = None
