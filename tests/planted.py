@@ -137,6 +137,55 @@ class PlainTensor(Branch):
         return y - self.mean
 
 
+class MovingAverage(Branch):
+    """Its first batch is its average, so it shows from the second one on."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.mean = None
+
+    def forward(self, x):
+        y = self.fn(x)
+        mean = y.detach().mean((0, 1))
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean  # here
+        return y - self.mean
+
+
+class WarmUp(Branch):
+    """It shows after a thousand calls."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1  # here
+        return self.fn(x) * (0.1 if self.calls < 1000 else 1.0)
+
+
+class RunsItself(nn.Module):
+    """A model that is no reversible net, and calls rg.run in its forward."""
+
+    def __init__(self, dim, depth, kind=None):
+        super().__init__()
+        self.fns = nn.ModuleList(mlp(dim) for _ in range(2 * depth))
+        if kind is not None:
+            self.fns[2] = kind(dim)
+        self.head = nn.Linear(dim, 1)
+
+    def forward(self, x):
+        updates = [rg.Update("ab"[i % 2], fn, "ba"[i % 2]) for i, fn in enumerate(self.fns)]
+        return self.head(rg.run(updates, {"a": x, "b": x})["a"])
+
+
+def runs_itself(dim, depth):
+    return RunsItself(dim, depth)
+
+
+def faulty_inside(dim, depth):
+    return RunsItself(dim, depth, Counter)
+
+
 class Shared(nn.Module):
     """A buffer that all branches write to."""
 
@@ -244,6 +293,7 @@ python_random, numpy_random, numpy_generator = map(block_of, (PythonRandom, Nump
 counter, list_cache, remembered = map(block_of, (Counter, ListCache, Remembered))
 edits_input, edits_data, global_step, global_iterator = map(block_of, (EditsInput, EditsData, GlobalStep, GlobalIterator))
 dropout_schedule, plain_tensor, wrong_shape = map(block_of, (DropoutSchedule, PlainTensor, WrongShape))
+moving_average, warm_up = map(block_of, (MovingAverage, WarmUp))
 spoils_saved, stale_function, replaying = map(block_of, (SpoilsSaved, StaleFunction, ByReplaying))
 FAULTS = {  # factory: kind of the finding
     "python_random": "non-deterministic",
@@ -258,6 +308,9 @@ FAULTS = {  # factory: kind of the finding
     "global_iterator": "non-deterministic",
     "dropout_schedule": "stateful",
     "plain_tensor": "stateful",
+    "moving_average": "stateful",
+    "warm_up": "stateful",
+    "faulty_inside": "stateful",
     "wrong_rule": "wrong rule",
     "drifting": "drifting",
     "wrong_shape": "refused",
@@ -324,4 +377,4 @@ def shared_weights(dim, depth):
 
 
 dropout, batch_norm, logged = map(block_of, (Dropped, Normed, Logged))
-SOUND = ["dropout", "batch_norm", "attention", "sixteen_bits", "shared_weights", "shared_buffer", "logged"]
+SOUND = ["dropout", "batch_norm", "attention", "sixteen_bits", "shared_weights", "shared_buffer", "logged", "runs_itself"]

@@ -70,6 +70,8 @@ def test_sound_nets_pass(name, capsys):
     if name == "sixteen_bits":
         assert verdict["gradient_error"] == verdict["recovered"] == 0
         assert "input 3 × 6 × 8 bfloat16" in shown
+    assert verdict["notes"] == [] or name == "logged"
+    assert "nothing that functions keep changes what they return, in 3 steps on different batches" in shown
     if name == "logged":
         assert "note: update 0: x1 += Logged(x2): it changes its attribute 'calls'" in shown
         assert "(and 2 more like it)" in shown
@@ -164,10 +166,25 @@ def test_arithmetic_dtype_and_memory(capsys):
     code, verdict, shown = check(capsys, "dropout", "--dtype", "float64", "--memory", "store")
     assert code == 0
     assert verdict["gradient_error"] < 1e-14
-    assert "note: under memory store no function is run again here, so it was checked under reverse" in shown
+    assert "note: under memory store no function is recomputed here, so it was checked under reverse" in shown
     _, verdict, shown = check(capsys, "dropout", "--autocast", "bfloat16")
     assert verdict["recovered"] == 0, "auto is exact there"
     assert "under bfloat16 autocast" in shown
+
+
+def test_a_module_that_calls_run_takes_the_options(capsys):
+    for more, said in {
+        (): "memory own, arithmetic own",
+        ("--memory", "checkpoint"): "memory checkpoint, arithmetic own",
+        ("--arithmetic", "exact"): "memory own, arithmetic exact",
+    }.items():
+        code, verdict, shown = check(capsys, "runs_itself", *more)
+        assert code == 0, shown
+        assert said in shown
+        assert (verdict["recovered"] == 0) == bool(more)
+    assert app.main(["drift", "--block", "planted:runs_itself", *SIZES[2:], "--dtype", "float32", "--json", "-"]) == 0
+    rows = {row["arithmetic"]: row["error"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["exact"] == 0 < rows["float"]
 
 
 def test_a_picture(tmp_path, capsys):
@@ -193,8 +210,9 @@ def test_as_a_process(tmp_path):
         ([], "MODULE:FACTORY is missing (see retrograde check --help)"),
         (["planted"], "check 'planted' is not of the form module:function"),
         (["planted:none"], "check planted:none: planted has no 'none'"),
-        (["planted:mlp"], "check planted:mlp must return (f, g), a module with f and g"),
+        (["planted:mlp"], "check planted:mlp: the forward of Sequential ran no reversible program"),
         (["planted:SIDE"], "must return"),
+        (["planted:HALF"], "must return (f, g), a module with f and g, a list of rg.Update, a net that runs programs"),
         (["planted:dropout", "--shape", "2", "3"], "the net raises RuntimeError"),
         (["planted:dropout", "--dim", "0"], "--dim must be 1 or more, got 0"),
         (["planted:dropout", "--plot", "x.foo"], "--plot x.foo: pictures end in .png, .svg or .pdf"),
@@ -204,6 +222,7 @@ def test_as_a_process(tmp_path):
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
 def test_misuse_is_one_line(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(planted, "HALF", lambda: 3, raising=False)
     monkeypatch.setattr(planted, "SIDE", lambda: (nn.Linear(2, 2), torch.ones(2), 3, 4), raising=False)
     assert app.main(["check", *arguments]) == 2
     said = capsys.readouterr()
@@ -290,7 +309,7 @@ def test_errors_of_exact_arithmetic_send_to_check(capsys):
     for name, told in {"counter": True, "dropout": False}.items():
         assert app.main(["drift", "--block", f"planted:{name}", "--dim", "8", "--depth", "2", "--dtype", "float32"]) == 0
         said = capsys.readouterr().out
-        assert ("does not repeat itself: run `retrograde check planted:counter`" in said) == told, said
+        assert ("is not recomputed as it was: run `retrograde check planted:counter`" in said) == told, said
 
 
 def test_what_cannot_be_measured_is_told(capsys):

@@ -395,6 +395,26 @@ def test_every_leaf_is_verified(leaf):
         loss_of(out["b"]["real"]).backward()
 
 
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_other_elements_are_masked(value, memory):
+    """With NaN or -inf: the elements that are left do not tell."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.mask = nn.Linear(WIDTH, WIDTH).double(), torch.arange(WIDTH) < 2
+
+        def forward(self, x):
+            return self.linear(torch.where(x.isfinite(), x, 0.0)).tanh().masked_fill(self.mask, value)
+
+    fns = [Masked() for _ in range(4)]
+    out = rg.run(rg.wirings.leapfrog(fns), {"a": draw(ROWS, WIDTH), "b": draw(ROWS, WIDTH)}, memory=memory)
+    fns[1].mask = torch.arange(WIDTH) < 4
+    with pytest.raises(rg.ReplayError, match=r"update 1: .* \(other elements are NaN or infinite\)"):
+        sum(torch.where(t.isfinite(), t, 0.0).square().sum() for t in out.values()).backward()
+
+
 @pytest.mark.parametrize("arithmetic", ["float", "exact"])
 @pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
 @pytest.mark.parametrize(("rows", "size"), [(4000, 1.0), (2, 1000.0)])
@@ -408,7 +428,7 @@ def test_a_fault_in_a_small_leaf(rows, size, memory, arithmetic):
 
         def forward(self, x):
             small = x["small"].flip(0) if self.turned else x["small"]
-            return {"small": self.linear(small).tanh(), "large": x["large"].sin() * size}
+            return {"small": self.linear(small).tanh(), "large": (x["large"] / size).sin() * size}
 
     fns = [Two() for _ in range(4)]
     streams = {name: {"small": torch.randn(2, 4), "large": size * torch.randn(rows, 4)} for name in "ab"}

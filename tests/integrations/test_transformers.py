@@ -341,3 +341,42 @@ def test_beta_is_noted_in_a_config_of_its_own():
     inside = [module.config for module in first.modules() if hasattr(module, "config")]
     assert len(inside) > 4
     assert all(one is first.config for one in inside)
+
+
+@pytest.mark.parametrize("make", [zoo.llama, zoo.bert, zoo.vit], ids=lambda make: make.__name__)
+def test_check_takes_a_reversible_model(make):
+    """No rg.Reversible is inside: its programs are found by running it. Ids and masks of later steps are valid."""
+    model = reversible_(zoo.made(make))
+    model.train()
+    batch = zoo.batch_for(model)
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    report = rg.check.gradients(model, **batch)
+    assert (report.ok, report.findings, report.notes, report.steps) == (True, [], [], 3), str(report)
+    assert report.replayed == 6
+    assert report.recovered > 0, "under its own policy"
+    assert report.worst < 1e-9  # 0 where norms compute in float32
+    assert len(rg.check.drift(model, **batch).rows) == 6
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_check_names_the_layer_at_fault():
+    class Averaging(torch.nn.Module):
+        """Its average is right in the first batch."""
+
+        def __init__(self, mlp):
+            super().__init__()
+            self.mlp, self.mean = mlp, None
+
+        def forward(self, x):
+            y = self.mlp(x)
+            mean = y.detach().mean((0, 1))
+            self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+            return y - self.mean
+
+    model = reversible_(zoo.made(zoo.llama))
+    model.model.layers[1].mlp = Averaging(model.model.layers[1].mlp)
+    report = rg.check.gradients(model, **zoo.batch_for(model))
+    (finding,) = report.findings
+    assert not report.ok
+    assert (finding.kind, finding.where.split(":")[0], finding.code.split(" =")[0]) == ("stateful", "update 3", "self.mean")

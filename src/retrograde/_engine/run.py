@@ -96,29 +96,33 @@ def _outside_trace(*args: Any) -> Streams:
 
 
 class _Instead(threading.local):
-    memory: Any = None
-    verify: str | None = None
+    ways: tuple[Any, str | None, str | None] = (None, None, None)  # memory, verify, arithmetic
 
 
 _INSTEAD = _Instead()
 
 
 @contextlib.contextmanager
-def instead(memory: Any = None, verify: str | None = None) -> Iterator[None]:
-    """In this thread, what all programs run with in place of what they are given: to compare one policy with another."""
-    before = _INSTEAD.memory, _INSTEAD.verify
-    _INSTEAD.memory, _INSTEAD.verify = memory, verify
+def instead(memory: Any = None, verify: str | None = None, arithmetic: str | None = None) -> Iterator[None]:
+    """In this thread, what all programs run with in place of what they are given: to compare one policy with another.
+
+    None leaves it as it is.
+    """
+    before = _INSTEAD.ways
+    memory, verify, arithmetic = (b if a is None else a for a, b in zip((memory, verify, arithmetic), before, strict=True))
+    _INSTEAD.ways = memory, verify, arithmetic
     try:
         yield
     finally:
-        _INSTEAD.memory, _INSTEAD.verify = before
+        _INSTEAD.ways = before
 
 
 def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arithmetic: str, verify: str) -> Streams:
     program = updates if isinstance(updates, Program) else Program(updates)
-    check_arithmetic(arithmetic)
-    verify = _INSTEAD.verify or check_verify(verify)
-    memory = memory if _INSTEAD.memory is None else _INSTEAD.memory
+    other, how, carried_as = _INSTEAD.ways
+    arithmetic = carried_as or check_arithmetic(arithmetic)
+    verify = how or check_verify(verify)
+    memory = memory if other is None else other
     settle(program)
     if side is not None and not isinstance(side, Mapping):
         raise errors.ProgramError(f"side must be a dict of side inputs by name, got a {type(side).__name__}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,7 +62,6 @@ class Verification:
         self.drift = DRIFT[eps < 1e-10]
         self.floor = FLOOR * min(eps, torch.finfo(torch.float32).eps)
         self.slack = SLACK[eps < 1e-10]
-        self.has_nan = False  # in the output of some fn: gradients are NaN as well, and there is nothing to report
         self.table = self._table()
         self.tables: dict[int, tuple[Table, dict[int, Limits]]] = {}  # of recomputations, by graph task
 
@@ -88,7 +87,6 @@ class Verification:
     def note(self, record: Any, row: list[float] | None, target: Any, changed: Any) -> None:
         """The sketch of what fn returned in the first run, and that of the target before the rule of a user changes it."""
         record.row = row
-        self.has_nan = self.has_nan or (row is not None and any(row[WIDTH - 1 :: WIDTH]))
         if by_user(record.update.rule):
             at = self.count + record.index
             record.target_row = take(at, target, self.first)
@@ -97,34 +95,27 @@ class Verification:
     def compare(self, record: Any, row: list[float] | None, out: Any, target: Any, changed: Any) -> None:
         """The same of a recomputation, where `target` is what undo made of it."""
         users = by_user(record.update.rule)
-        if row is not None and not users and self._near(record, row) and all(t.is_cpu for t in tensors(out)):
-            return  # as a rule
+        if row is not None and row == record.row and not users and all(t.is_cpu for t in tensors(out)):
+            return
         limits = Limits(*self.drift, self.floor, "drifting output") if record.drifts else Limits(*_steady(out), 0.0, "output")
         self._compare(record.index, record.row, row, limits, out, changed)
         if users and record.kept is None:
             at, limits = self.count + record.index, Limits(*self.drift, self.slack, "target")
             self._compare(at, record.target_row, take(at, target, self.second), limits, target, changed)
 
-    def _near(self, record: Any, row: list[float]) -> bool:
-        """Whether nobody needs to look closer, as far as four projections tell the size of the output."""
-        first = record.row
-        if first == row or first is None or not record.drifts or len(first) != len(row):
-            return first == row
-        pairs = zip(_leaves(first), _leaves(row), strict=True)
-        return all(a[PROJECTIONS:] == b[PROJECTIONS:] and _apart(a, b) <= self.drift[0] / 16 * _norm(a) for a, b in pairs)
-
     def _compare(self, at: int, first: Any, second: Any, limits: Limits, out: Any, stream: Any) -> None:
         """Leaf by leaf: a fault in a small one counts as much as in a large one."""
         if first is not None and second is not None and first != second:
-            far, sizes, of = 0.0, squares(out), squares(stream) if limits.floor else []
-            floors = [limits.floor**2 * (of[i] if len(of) == len(sizes) else sum(of)) for i in range(len(sizes))]
-            for a, b, size, floor in zip(_leaves(first), _leaves(second), sizes, floors, strict=True):
-                if a[PROJECTIONS:] != b[PROJECTIONS:]:
-                    far = max(far, 0.0 if self.has_nan else math.inf)
-                elif a != b:
-                    far = max(far, _apart(a, b) / math.sqrt(size + floor) if size + floor else math.inf)
-            if far > limits.warn:
-                self.report(at, far, limits)
+            pairs = list(zip(_leaves(first), _leaves(second), strict=True))
+            if any(a[PROJECTIONS:] != b[PROJECTIONS:] for a, b in pairs):
+                self.report(at, math.inf, limits)
+            elif any(_apart(a, b) > limits.warn / 16 * _norm(a) for a, b in pairs):  # else nobody needs to look closer
+                sizes, of = squares(out), squares(stream) if limits.floor else []
+                floors = of if len(of) == len(sizes) else [sum(of)] * len(sizes)
+                leaves = zip(pairs, sizes, floors, strict=True)
+                far = _furthest((_apart(*pair), size + limits.floor**2 * floor) for pair, size, floor in leaves)
+                if far > limits.warn:
+                    self.report(at, far, limits)
         if not all(t.is_cpu for t in tensors(out)):
             self._again()[1][at] = limits
 
@@ -204,7 +195,7 @@ class _Case:
         for event in self.events:
             event.synchronize()
         pairs = [(first.tolist(), second.tolist()) for first, second in self.tables]
-        has_nan = self.of.has_nan or any(row[-1] for first, _ in pairs for row in first)
+        has_nan = any(row[-1] for first, _ in pairs for row in first)  # gradients are NaN as well, there is nothing to report
         found, rows = [], self.of.table.count
         for at in sorted(self.wanted, key=lambda at: (-(at % self.of.count), at)):
             limits = self.wanted[at]
@@ -219,8 +210,12 @@ def _far(first: list[list[float]], second: list[list[float]], floor: float) -> f
     """How far the rows of an update are apart, leaf by leaf."""
     if any(a[TARGET + 1 :] != b[TARGET + 1 :] for a, b in zip(first, second, strict=True)):
         return math.inf
-    pairs = ((_apart(a, b), math.sqrt(a[SQUARES] + floor**2 * a[TARGET])) for a, b in zip(first, second, strict=True))
-    return max(apart / scale if scale else math.inf if apart else 0.0 for apart, scale in pairs)
+    return _furthest((_apart(a, b), a[SQUARES] + floor**2 * a[TARGET]) for a, b in zip(first, second, strict=True))
+
+
+def _furthest(leaves: Iterable[tuple[float, float]]) -> float:
+    """Of how far each leaf is apart and the square of its size."""
+    return max(apart / math.sqrt(size) if size else math.inf if apart else 0.0 for apart, size in leaves)
 
 
 def _to_host(table: Tensor) -> Tensor:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import Edited, EditedInBackward, NotRepeated, RetrogradeError, at
+from ..errors import Edited, EditedInBackward, NotRepeated, RetrogradeError
 from ..update import Inverted, Update
 from .lines import Line, definition, shown, text
-from .passes import Pass, Trial, Twice, tolerance
+from .passes import Pass, Place, Recomputed, tolerance
 
 KINDS = {  # and what to write instead
     "non-deterministic": "let fn depend on its inputs alone, and draw from torch's generators, as torch.rand does",
-    "stateful": "keep it in a buffer (register_buffer): the second run sees it as it was; or change it `if not rg.replaying()`",
+    "stateful": "keep it in a buffer (register_buffer): a recomputation sees it as it was; or change it `if not rg.replaying()`",
     "editing": "let fn work on a copy: `x = x * 0.5` for `x *= 0.5`, `x.clamp(-1, 1)` for `x.clamp_(-1, 1)`",
     "wrong rule": "let undo(apply(target, out), out) be the target: undo must use `out` just as apply does",
     "wrong backward": "let the autograd.Function keep tensors in ctx.save_for_backward alone, and edit none of them",
@@ -46,6 +46,10 @@ class Finding:
     advice: str = ""  # what to write in place of it, where more is known than the kind
 
     @property
+    def place(self) -> Place:
+        return Place(self.program, self.where)
+
+    @property
     def instead(self) -> str:
         """What to write in place of it."""
         return "" if self.harmless else self.advice or KINDS[self.kind]
@@ -63,104 +67,108 @@ class Finding:
 
 
 def faults(made: Pass) -> list[Finding]:
-    """The fns that edit what they are given or do not do the same twice, and the rules that do not undo what they did."""
-    found = [fault for t in made.twice if t.where not in made.edited and (fault := _fault(t))]
-    programs = {t.where: t.program for t in made.twice}
-    for where, (_, names) in made.edited.items():
+    """The fns that edit what they are given or are recomputed as something else, and the rules that do not undo what they did."""
+    found = [fault for t in made.recomputed if t.place not in made.edited and (fault := _fault(t))]
+    for place, names in made.edited.items():
         what = f"it edits {' and '.join(f'its source {name!r}' for name in names)}, out of sight of autograd"
-        found.append(Finding(where, "editing", what, programs.get(where, "")))
-    for where, (update, missed) in made.undone.items():
+        found.append(_finding(place, "editing", what))
+    for place, missed in made.undone.items():
+        update = made.updates[place][1]
         if missed > 10 * tolerance(*_parameters(update)):
             rule = _rule(update)
             what = f"undo of its rule {type(rule).__name__} misses what apply was given by {missed:.1e} of its size"
-            found.append(Finding(where, "wrong rule", what, programs.get(where, "")))
+            found.append(_finding(place, "wrong rule", what))
     if made.error is not None and made.error.where:
         found = _with_error(made, made.error, made.error.where, found)
-    order = {t.where: i for i, t in enumerate(made.twice)}
-    return sorted(found, key=lambda f: order.get(f.where, -1))
+    order = {t.place: i for i, t in enumerate(made.recomputed)}
+    return sorted(found, key=lambda f: order.get(f.place, -1))
+
+
+def _finding(place: Place, kind: str, detail: str, **more: Any) -> Finding:
+    return Finding(place.where, kind, detail, place.program, **more)
 
 
 def _with_error(made: Pass, error: RetrogradeError, where: str, found: list[Finding]) -> list[Finding]:
     """The findings with what the engine says."""
-    last = made.twice[-1] if made.twice and made.twice[-1].where == where else None
+    last = made.recomputed[-1] if made.recomputed and made.recomputed[-1].place.where == where else None
+    place = made.last if made.last is not None and made.last.where == where else Place("", where)
     message = str(error).removeprefix(f"{where}: ")
-    program = last.program if last else ""
     if isinstance(error, NotRepeated):
         if last is not None and last.drawn:
             return found  # its generator is the cause, and found already
         changes = f" ({_changes(last)})" if last and last.changed else ""
-        return [*(f for f in found if f.where != where), Finding(where, "stateful", message + changes, program)]
+        return [*(f for f in found if f.place != place), _finding(place, "stateful", message + changes)]
     if isinstance(error, Edited):
         message = message.partition(". Let fn")[0]  # what to do is said by the finding
     kinds: dict[type, str] = {Edited: "editing", EditedInBackward: "wrong backward"}
-    line = _of_backward(made, where) if isinstance(error, EditedInBackward) else None
-    return [*found, Finding(where, kinds.get(type(error), "refused"), message, program).at_line(line)]
+    line = _of_backward(made, place) if isinstance(error, EditedInBackward) else None
+    return [*found, _finding(place, kinds.get(type(error), "refused"), message).at_line(line)]
 
 
-def _of_backward(made: Pass, where: str) -> Line | None:
-    return next((definition(kind.backward) for kind in made.custom.get(where, ())), None)
+def _of_backward(made: Pass, place: Place) -> Line | None:
+    return next((definition(kind.backward) for kind in made.custom.get(place, ())), None)
 
 
-def _fault(t: Twice) -> Finding | None:
+def _fault(t: Recomputed) -> Finding | None:
     """What a fn does wrong, if it does."""
-    other = f"run again on the same sources it returned something else, relative difference {t.output:.1e}"
+    other = f"when recomputed on the same sources, it returned something else, relative difference {t.output:.1e}"
     if t.drawn:
         what = f"it draws from {' and '.join(t.drawn)}, which backward does not repeat"
-        told = "" if t.relative else f" ({other if t.output else 'this time its output was the same'})"
-        return Finding(t.where, "non-deterministic", what + told, t.program)
+        why = "" if t.relative else f" ({other if t.output else 'this time its output was the same'})"
+        return _finding(t.place, "non-deterministic", what + why)
     if t.relative or not t.output:
         return None
     if t.output <= t.rounding:
         also = f" ({_changes(t)})" if t.changed else ""
         noise = f"noise of {t.output:.0e}, as atomic additions make{also}"
-        return Finding(t.where, "non-deterministic", noise, t.program, harmless=True)
+        return _finding(t.place, "non-deterministic", noise, harmless=True)
     if t.changed:
-        return Finding(t.where, "stateful", f"{_changes(t)}, and {other}", t.program)
-    return Finding(t.where, "non-deterministic", f"random or stateful: {other}", t.program)
+        return _finding(t.place, "stateful", f"{_changes(t)}, and {other}")
+    return _finding(t.place, "non-deterministic", f"random or stateful: {other}")
 
 
-def _changes(t: Twice) -> str:
+def _changes(t: Recomputed) -> str:
     return f"it changes its {' and its '.join(t.changed)}"
 
 
 def drifting(own: Pass, known: list[Finding]) -> list[Finding]:
     """The first update with sources that are off, unless a fn above it is at fault."""
-    faulty = {(f.program, f.where) for f in known}
-    editing = {(f.program, f.where) for f in known if f.kind == "editing"}  # what they are given is off by their own doing
-    for t in own.twice:
-        if t.drifted and (t.program, t.where) not in editing:
-            worst = max(own.twice, key=lambda one: one.relative)
+    faulty = {f.place for f in known}
+    editing = {f.place for f in known if f.kind == "editing"}  # what they are given is off by their own doing
+    for t in own.recomputed:
+        if t.drifted and t.place not in editing:
+            worst = max(own.recomputed, key=lambda one: one.relative)
             detail = (
                 f"its sources were recovered with a relative error of {t.relative:.1e} (the largest is {worst.relative:.1e}, at "
                 f"update {worst.index}): undoing the updates above it rounds"
             )
-            return [Finding(t.where, "drifting", detail, t.program)]
-        if (t.program, t.where) in faulty:
+            return [_finding(t.place, "drifting", detail)]
+        if t.place in faulty:
             break
     return []
 
 
 def wrong_backward(own: Pass, where: str | None) -> Finding | None:
-    """All fns were given and returned the same twice, and the gradients differ from `where` on: a custom Function is at fault."""
-    names = [at(index, update) for index, update in own.updates]
-    first = names.index(where) if where in names else 0
-    for name in names[first:]:  # from there up: the nearest one
-        if name in own.custom:
-            kinds = ", ".join(kind.__name__ for kind in own.custom[name])
-            what = f"all fns did the same twice, but gradients differ below its autograd.Function {kinds}"
+    """All fns were recomputed as they were, and the gradients differ from `where` on: a custom Function is at fault."""
+    places = list(own.updates)
+    first = next((i for i, place in enumerate(places) if place.where == where), 0)
+    for place in places[first:]:  # from there up: the nearest one
+        if place in own.custom:
+            kinds = ", ".join(kind.__name__ for kind in own.custom[place])
+            what = f"all fns were recomputed as they were, but gradients differ below its autograd.Function {kinds}"
             what += ". It may keep something elsewhere than in ctx.save_for_backward"
-            return Finding(name, "wrong backward", what).at_line(_of_backward(own, name))
+            return _finding(place, "wrong backward", what).at_line(_of_backward(own, place))
     return None
 
 
-def with_lines(trial: Trial, found: Iterable[Finding], memory: Any, after_another: bool = False) -> list[Finding]:
+def with_lines(made: Pass, found: Iterable[Finding], again: Callable[..., Pass]) -> list[Finding]:
     """The findings with the lines to change, from one more pass that follows the faulty fns line by line."""
     found = list(found)
-    wanted = {f.where for f in found if f.kind in ("non-deterministic", "stateful", "editing")}
-    made = trial.run(memory, traced=wanted, after_another=after_another) if wanted else None
-    updates = {at(index, u): u for program in trial.updates() for index, u in enumerate(program)}
-    found = [f if f.line else f.at_line(_line(f, made, updates.get(f.where))) for f in found]
-    return [replace(f, advice=_advice(f, updates.get(f.where))) for f in found]
+    wanted = {f.place for f in found if f.kind in ("non-deterministic", "stateful", "editing")}
+    traced = again(traced=wanted) if wanted else None
+    updates = {place: update for place, (_, update) in made.updates.items()}
+    found = [f if f.line else f.at_line(_line(f, traced, updates.get(f.place))) for f in found]
+    return [replace(f, advice=_advice(f, updates.get(f.place))) for f in found]
 
 
 def _advice(f: Finding, update: Update | None) -> str:
@@ -181,10 +189,10 @@ def _line(f: Finding, made: Pass | None, update: Update | None) -> Line | None:
         return None
     if f.kind == "wrong rule":
         return definition(type(_rule(update)).undo)
-    if made is None or f.where not in made.traces:
+    if made is None or f.place not in made.traces:
         return definition(update.fn) if f.kind != "drifting" else None
     what = "edited" if f.kind == "editing" else "drawn" if "it draws from" in f.detail else "changed"
-    return made.line(f.where, what) or definition(update.fn)
+    return made.line(f.place, what) or definition(update.fn)
 
 
 def _rule(update: Update) -> Any:

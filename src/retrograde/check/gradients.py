@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from .._base.function_modules import modules_of
-from ..errors import at
+from ..errors import RetrogradeError
 from ..update import Update
 from .findings import Finding, drifting, faults, with_lines, wrong_backward
-from .passes import Pass, Trial, norm, relative, tolerance, vector_error
+from .passes import Pass, Place, norm, relative, tolerance, vector_error
+from .trial import Trial
+
+STEPS = 3
+FAR = (9_999, 10_000)  # where counters are set to: a check of theirs may come before or after they are counted up
+_NOT_FINITE = "gradients are not finite under memory='store' either"
+_IN_STEP = "in step {}, on another batch"
 
 
 @dataclass
@@ -26,14 +33,20 @@ class Report:
     first: str | None = None
     cause: str | None = None
     findings: list[Finding] = field(default_factory=list)  # also where gradients agree; from the last update to update 0
-    replayed: int = 0  # how many functions were run again in backward
+    replayed: int = 0  # how many functions were recomputed in backward
     gradient_error: float = 0.0  # of all gradients as one vector, relative to memory="store"
     recovered: float = 0.0  # the largest relative error of the recovered sources of an update …
     furthest: str | None = None  # … and that update
     notes: list[str] = field(default_factory=list)  # what is no fault, but good to know
+    steps: int = 1  # how many were taken, each on another batch; a fault is in the last one
 
     def __bool__(self) -> bool:
         return self.ok
+
+    @property
+    def faulty(self) -> bool:
+        """Whether there is more than noise of the size of rounding."""
+        return not self.ok or not all(f.harmless for f in self.findings)
 
     @property
     def worst(self) -> float:
@@ -41,9 +54,10 @@ class Report:
 
     def __str__(self) -> str:
         if self.ok and self.replayed == 0:
-            said = "nothing was compared: under this memory policy no function is run again"
+            said = "gradients agree with memory='store', as no function was recomputed: another policy may find faults"
         elif self.ok:
-            said = f"gradients agree with memory='store' (largest relative error {self.worst:.1e})"
+            steps = f" in {self.steps} steps" if self.steps > 1 else ""
+            said = f"gradients agree with memory='store'{steps} (largest relative error {self.worst:.1e})"
         else:
             name = max(self.errors, key=lambda key: self.errors[key], default=None)
             worst = f"; largest relative error {self.worst:.1e}, of {name}" if name else ""
@@ -57,81 +71,139 @@ class Report:
 
 
 def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
-    """Compare the gradients of `net(*inputs, **side)` under its own memory policy with memory="store".
+    """Compare the gradients of `net(*inputs, **side)` under its own memory policy with memory="store", over three steps.
 
-    Gradients of parameters, inputs and side inputs; tolerance 1e-9 in float64, 1e-4 in float32, 5e-3 below. If they differ, the
-    report names the first update where they part. Besides, `findings` has the fns that on the same sources do not return the same
-    bits twice (non-deterministic, stateful; also after another step, which fills caches), that edit their sources, whose rule or
-    autograd.Function is wrong, and the first update whose sources are recovered with an error above the tolerance (drifting);
-    each with the line to change, where it can be known. Nothing is left changed: no `.grad`, no buffer, no random state, no
-    plain attribute; but lazy modules are initialised.
+    `net` is any module whose forward runs reversible programs. The first step has the inputs given, the others have batches made
+    of them: elements of floating tensors, and rows of ids and masks, are drawn anew. Each step starts from the state that the
+    one before has left. Gradients of parameters, inputs and side inputs are compared; tolerance 1e-9 in float64, 1e-4 in float32,
+    5e-3 below. If they differ, the report names the first update where they part. Besides, `findings` has the fns that on the
+    same sources do not return the same bits twice (non-deterministic, or stateful: what they change changes what they return),
+    that edit their sources, whose rule or autograd.Function is wrong, and the first update whose sources are recovered with an
+    error above the tolerance (drifting); each with the line to change, where it can be known. Nothing is left changed: no
+    `.grad`, no parameter or buffer, no random state, no plain attribute; but lazy modules are initialised.
 
     >>> import torch, retrograde as rg
     >>> net = rg.ReversibleSequence([(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)])
     >>> rg.check.gradients(net, torch.randn(2, 4)).ok
     True
     """
-    trial = Trial(net, inputs, side)
+    with Trial(net, inputs, side) as trial:
+        report, watched = _step(trial)
+        while not report.faulty and trial.step + 1 < STEPS:
+            trial.next_step()
+            try:
+                later, watched = _step(trial)
+            except RetrogradeError:
+                raise
+            except Exception as error:
+                why = f"the net does not take a batch made of its input: {type(error).__name__}: {error}"
+                report.notes.append(f"one step was checked, as {why}")
+                break
+            if later.cause == _NOT_FINITE:
+                report.notes.append("one step was checked, as gradients are not finite on a batch made of the input")
+                break
+            report = _together(report, later)
+        if not report.faulty and watched is not None:
+            report.findings += _of_counters(trial, watched)
+    return report
+
+
+def _together(before: Report, later: Report) -> Report:
+    """What is known after one step more."""
+    later.steps = before.steps + 1
+    if later.faulty:
+        later.findings = [replace(f, detail=f"{f.detail}, {_IN_STEP.format(later.steps)}") for f in later.findings]
+        later.cause = later.cause and f"{later.cause} ({_IN_STEP.format(later.steps)})"
+    later.findings = later.findings or before.findings  # noise
+    later.notes = later.notes or before.notes
+    if not later.ok:
+        return later
+    later.errors = {name: max(error, before.errors.get(name, 0.0)) for name, error in later.errors.items()}
+    later.gradient_error = max(later.gradient_error, before.gradient_error)
+    if before.recovered > later.recovered:
+        later.recovered, later.furthest = before.recovered, before.furthest
+    return later
+
+
+def _step(trial: Trial) -> tuple[Report, Pass | None]:
+    """One step, on its own batch and from its own state; and the pass under checkpoint, unless something went wrong before."""
     own = trial.run()
     if own.error is not None:
-        first, findings = own.error.where, with_lines(trial, faults(own), None)
-        cause = _told(findings, first) or str(own.error).removeprefix(f"{first}: ")
-        return Report(ok=False, first=first, cause=cause, findings=findings)
+        first, findings = own.error.where, with_lines(own, faults(own), trial.run)
+        cause = _cause_at(findings, first) or str(own.error).removeprefix(f"{first}: ")
+        return Report(ok=False, first=first, cause=cause, findings=findings), None
+    watched, findings, notes = _on_the_same_sources(trial, own)
+    findings += with_lines(own, drifting(own, findings), trial.run)
     true = trial.run("store").need()
-    findings, notes = _repeated(trial, own)
-    findings += with_lines(trial, drifting(own, findings), None)
     total = norm(*true.values())
     if not math.isfinite(total):
-        return Report(ok=False, cause="gradients are not finite under memory='store' either", findings=findings)
+        return Report(ok=False, cause=_NOT_FINITE, findings=findings), None
     errors = {name: relative(own.gradients[name], true[name], total * _noise(true[name])) for name in true}
     bad = [name for name in true if not errors[name] <= tolerance(true[name])]
     first, cause = None, None
     if bad:
-        first, cause = _parting(own, findings) or _of_parameter(own, net, bad)
+        first, cause = _parting(own, findings) or _of_parameter(own, trial.net, bad)
         if not findings and (fault := wrong_backward(own, first)):
             findings = [fault]
             first, cause = fault.where, fault.cause
-    furthest = max(own.twice, key=lambda t: t.relative, default=None)
-    return Report(
+    furthest = max(own.recomputed, key=lambda t: t.relative, default=None)
+    report = Report(
         ok=not bad,
         errors=errors,
         first=first,
         cause=cause,
         findings=findings,
-        replayed=len(own.twice),
+        replayed=len(own.recomputed),
         gradient_error=vector_error(own.gradients, true),
         recovered=furthest.relative if furthest else 0.0,
-        furthest=furthest.where if furthest and furthest.relative else None,
+        furthest=furthest.place.where if furthest and furthest.relative else None,
         notes=notes,
     )
+    return report, watched
 
 
-def _repeated(trial: Trial, own: Pass) -> tuple[list[Finding], list[str]]:
-    """Faults of fns on the very same sources, as checkpoint gives them: in a first step, or else in one after another."""
-    kept = all(program.memory == "checkpoint" for program in trial.programs)
-    made = own if kept else trial.run("checkpoint")
+def _on_the_same_sources(trial: Trial, own: Pass) -> tuple[Pass, list[Finding], list[str]]:
+    """Faults of fns that are recomputed on the very same sources: under checkpoint, or where all were recovered to the bit."""
+    same = len(own.recomputed) >= len(own.updates) and not any(t.relative for t in own.recomputed)
+    made = own if same else trial.run("checkpoint")
+    memory = None if same else "checkpoint"
     if found := faults(made):
-        return with_lines(trial, found, "checkpoint"), []
-    later = trial.run("checkpoint", after_another=True)
-    if found := faults(later):
-        return with_lines(trial, found, "checkpoint", after_another=True), []
-    names = ((where, " and its ".join(what)) for where, what in made.changed.items())
-    return [], [f"{where}: it changes its {what}, which did no harm here" for where, what in names]
+        return made, with_lines(made, found, partial(trial.run, memory)), []
+    names = ((place.where, " and its ".join(map(str, changes))) for place, changes in made.changed.items())
+    return made, [], [f"{where}: it changes its {what}, which did no harm here" for where, what in names]
+
+
+def _of_counters(trial: Trial, watched: Pass) -> list[Finding]:
+    """Faults that show where a counter gets far: a warm-up that ends, something that is done at every hundredth call."""
+    counters = {
+        change.key: change
+        for changes in watched.changed.values()
+        for change in changes
+        if type(change.value) is int and change.key in watched.changed_again
+    }
+    for number in FAR if counters else ():
+        far = [change._replace(value=number) for change in counters.values()]
+        again = partial(trial.run, "checkpoint", counters=far)
+        made = again()
+        if found := [f for f in faults(made) if f.kind == "stateful"]:
+            found = with_lines(made, found, again)
+            return [replace(f, detail=f"{f.detail}, when its counters stand at {number}") for f in found]
+    return []
 
 
 def _parting(own: Pass, findings: list[Finding]) -> tuple[str, str] | None:
-    """The first update whose fn is at fault; or the first that saw or returned something else in its second run, and why."""
+    """The first update whose fn is at fault; or the first that was recomputed as something else, and why."""
     for f in findings:
         if f.kind != "drifting":
             return f.where, f.cause
-    for t in own.twice:
+    for t in own.recomputed:
         if t.parted:
-            told = _told(findings, t.where, t.program)
-            return t.where, told or f"in its second run fn returned something else, relative difference {t.output:.1e}"
+            cause = _cause_at(findings, t.place.where, t.place.program)
+            return t.place.where, cause or f"fn was recomputed as something else, relative difference {t.output:.1e}"
     return next(((f.where, f.cause) for f in findings), None)
 
 
-def _told(findings: list[Finding], where: str | None, program: str | None = None) -> str | None:
+def _cause_at(findings: list[Finding], where: str | None, program: str | None = None) -> str | None:
     """What was found at an update."""
     fitting = (f for f in findings if f.where == where and program in (None, f.program))
     return next((f.cause for f in fitting), None)
@@ -139,9 +211,9 @@ def _told(findings: list[Finding], where: str | None, program: str | None = None
 
 def _of_parameter(own: Pass, net: nn.Module, bad: list[str]) -> tuple[str | None, str]:
     names = {id(p): name for name, p in net.named_parameters() if name in bad}
-    for index, update in reversed(own.updates):
+    for place, (_, update) in reversed(own.updates.items()):
         for name in _parameters_of(update, names):
-            return at(index, update), f"the gradient of its parameter {name} differs"
+            return place.where, f"the gradient of its parameter {name} differs"
     return None, f"the gradient of {bad[0]} differs"
 
 
@@ -185,7 +257,7 @@ class Drift:
     def __str__(self) -> str:
         said = f"relative error of all gradients against memory='store': {short(self.gradient_error)}"
         if not self.rows:
-            return f"{said}\nno fn ran twice, so nothing was recovered"
+            return f"{said}\nno fn was recomputed, so nothing was recovered"
         shown = self._shown()
         texts = [f"{row.program and row.program + ', '}{row.index}: {row.update}" for row in shown]
         width = max(map(len, texts))
@@ -218,7 +290,7 @@ def short(number: float | None) -> str:
 def drift(net: nn.Module, /, *inputs: Any, **side: Any) -> Drift:
     """How far the recovered sources of each update are from the true ones, under memory="reverse" and the net's own arithmetic.
 
-    There is a row for each update that ran twice. Nothing is left changed, as with `gradients`.
+    There is a row for each update that was recomputed. Nothing is left changed, as with `gradients`.
 
     >>> import torch, retrograde as rg
     >>> net = rg.ReversibleSequence([(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)], arithmetic="exact")
@@ -226,16 +298,15 @@ def drift(net: nn.Module, /, *inputs: Any, **side: Any) -> Drift:
     >>> found.worst.absolute, found.gradient_error
     (0.0, 0.0)
     """
-    trial = Trial(net, inputs, side)
-    own = trial.run("reverse")
-    mine, true = own.need(), trial.run("store").need()
+    with Trial(net, inputs, side) as trial:
+        own = trial.run("reverse")
+        mine, true = own.need(), trial.run("store").need()
     names = {id(p): name for name, p in net.named_parameters() if p.requires_grad}
-    rows: dict[Any, Row] = {}
-    for t in reversed(own.twice):
+    rows: dict[Place, Row] = {}
+    for t in reversed(own.recomputed):
         held = _parameters_of(t.update, names)
         error = vector_error({name: mine[name] for name in held}, true) if held else None
-        row = Row(t.index, str(t.update), t.absolute, t.relative, error, t.program)
-        key = t.program, t.where
-        if key not in rows or rows[key].relative < t.relative:  # a program that is called twice has its updates once
-            rows[key] = row
+        row = Row(t.index, str(t.update), t.absolute, t.relative, error, t.place.program)
+        if t.place not in rows or rows[t.place].relative < t.relative:  # a program that is called twice has its updates once
+            rows[t.place] = row
     return Drift(list(rows.values()), vector_error(mine, true))

@@ -1,38 +1,43 @@
-"""How far the second run of each fn is from its first: passes over a net that are watched, and that leave nothing changed."""
+"""How far the recomputation of each fn is from its first run, watched in one forward and backward pass."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .._base.function_modules import modules_of
-from .._base.generators import Draws, generators
 from .._base.pytrees import tensors
-from .._base.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from .._base.torch_private import tree_map
 from .._engine import call as calls
 from .._engine.replay import replaying
 from .._exact.streams import read
-from ..errors import NotRepeated, ProgramError, RetrogradeError, at
-from ..modules import Net, Reversible
+from ..errors import RetrogradeError, at
 from ..rules import Add, Affine, Inverted, Momentum
 from ..update import Update
 from .lines import Line, Tracer, parting, totals
-from .plain_state import Plain, put_back_python, python_states
+from .plain_state import Change, Plain, python_states
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
-@dataclass
-class Twice:
-    """The second run of a fn beside its first."""
+class Place(NamedTuple):
+    """An update in a net."""
 
+    program: str  # the name of the module whose forward runs the program
+    where: str
+
+
+@dataclass
+class Recomputed:
+    """The recomputation of a fn beside its first run."""
+
+    place: Place
     index: int
     update: Update
     absolute: float  # how far its sources are apart …
@@ -41,35 +46,36 @@ class Twice:
     drifted: bool  # the sources are further apart than the tolerance …
     parted: bool  # … or the output is
     rounding: float  # how far rounding in another order may take an output
-    drawn: list[str]  # random generators outside of torch that the second run drew from
+    drawn: list[str]  # random generators outside of torch that the recomputation drew from
     changed: list[str]  # plain state that the first run changed
-    program: str = ""  # name in the net
-
-    @property
-    def where(self) -> str:
-        return at(self.index, self.update)
 
 
 class Pass:
-    """One forward and backward pass: what every fn was given and returned in its first run, compared with its second run.
+    """One forward and backward pass: what every fn was given and returned in its first run, compared with its recomputation.
 
-    The updates in `traced` are followed line by line.
+    The updates in `traced` are followed line by line. `found` hears of each fn before it is called.
     """
 
-    def __init__(self, plain: Plain, traced: Collection[str] = ()):
-        self.plain, self.traced = plain, traced
+    def __init__(self, net: nn.Module, plain: Plain, found: Callable[[Any], None], traced: Collection[Place] = ()):
+        self.plain, self.traced, self._found = plain, traced, found
         self.gradients: dict[str, Tensor] = {}
         self.error: RetrogradeError | None = None
-        self.updates: list[tuple[int, Update]] = []  # in the order of their first runs
-        self.twice: list[Twice] = []  # in the order of backward
-        self.edited: dict[str, tuple[Update, list[str]]] = {}  # sources that fn edits, by update
-        self.changed: dict[str, list[str]] = {}  # plain state that fn changes
-        self.undone: dict[str, tuple[Update, float]] = {}  # by how much undo misses what apply was given, for rules of users
-        self.custom: dict[str, list[type]] = {}  # autograd.Functions of users that fn calls
-        self.traces: dict[str, list[Tracer]] = {}
+        self.updates: dict[Place, tuple[int, Update]] = {}  # in the order of their first runs
+        self.recomputed: list[Recomputed] = []  # in the order of backward
+        self.edited: dict[Place, list[str]] = {}  # sources that fn edits
+        self.changed: dict[Place, list[Change]] = {}  # plain state that fn changes
+        self.changed_again: set[Any] = set()  # … and changes once more when it is recomputed
+        self.undone: dict[Place, float] = {}  # by how much undo misses what apply was given, for rules of users
+        self.custom: dict[Place, list[type]] = {}  # autograd.Functions of users that fn calls
+        self.traces: dict[Place, list[Tracer]] = {}
         self.states = python_states()
+        self.last: Place | None = None  # whose fn was called last
+        self._names = {id(m): name for name, m in net.named_modules()}
+        self._running: list[str] = []  # modules of the net, one inside of the other
+        self._programs: dict[int, str] = {}  # by the id of an update, the module that runs it
         self._inside: list[tuple[Any, Any, Tracer | None]] = []  # calls that have begun, one inside of the other
-        self._firsts: dict[Any, list[tuple[list[Tensor], list[Tensor], list[str]]]] = {}
+        self._firsts: dict[Any, list[tuple[list[Tensor], list[Tensor], list[Change]]]] = {}
+        self._held: list[Update] = []  # so that no other one gets the id of one
 
     def need(self) -> dict[str, Tensor]:
         """The gradients."""
@@ -77,26 +83,51 @@ class Pass:
             raise self.error
         return self.gradients
 
-    def line(self, where: str, what: str) -> Line | None:
-        """The line that changes `what` in a traced update; or where its second run parts from the first."""
-        found = self.traces.get(where, [])
+    def line(self, place: Place, what: str) -> Line | None:
+        """The line that changes `what` in a traced update; or where its recomputation parts from the first run."""
+        found = self.traces.get(place, [])
         changed = next((tracer.changed[what] for tracer in found if what in tracer.changed), None)
         return changed or (parting(found[0], found[-1]) if len(found) > 1 else None)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         calls.observer, calls.entering = self, self.enters
+        handles = [
+            register_module_forward_pre_hook(self._begins),
+            register_module_forward_hook(self._ends, always_call=True),
+        ]
         try:
             yield
         finally:
             calls.observer = calls.entering = None
+            for handle in handles:
+                handle.remove()
             self._leave(None)
             self._firsts.clear()
+            self._held.clear()
+
+    def _begins(self, module: nn.Module, _: Any) -> None:
+        if id(module) in self._names:
+            self._running.append(self._names[id(module)])
+
+    def _ends(self, module: nn.Module, *_: Any) -> None:
+        if id(module) in self._names and self._running:
+            self._running.pop()
+
+    def _place(self, index: int, update: Update) -> Place:
+        if id(update) not in self._programs:
+            self._held.append(update)
+            self._programs[id(update)] = self._running[-1] if self._running else ""
+        return Place(self._programs[id(update)], at(index, update))
 
     def enters(self, index: int, update: Update, state: dict[str, Any], sources: list[Any], kwargs: Any) -> None:
         """Before a call."""
-        tracer, where = None, at(index, update)
-        if where in self.traced:
+        self._found(update.fn)
+        tracer, place = None, self._place(index, update)
+        self.last = place
+        if not replaying():
+            self.updates[place] = index, update
+        if place in self.traced:
             own = [*sources, *kwargs.values()]
 
             def mark() -> dict[str, Any]:
@@ -104,7 +135,7 @@ class Pass:
                 return marks | {"edited": [totals(value) for value in own]}
 
             tracer = Tracer(mark)
-            self.traces.setdefault(where, []).append(tracer)
+            self.traces.setdefault(place, []).append(tracer)
         self._inside.append(((index, update), ([totals(source) for source in sources], state.get(update.target)), tracer))
         if tracer is not None:
             tracer.start()
@@ -123,24 +154,24 @@ class Pass:
         """After it. Behind the sources stands the target, where the rule saves it."""
         given, target = self._leave((index, update))
         then, self.states = self.states, python_states()
-        changed, where = self.plain.changed_by(update.fn), at(index, update)
+        changed, place = self.plain.changed_by(update.fn), self._place(index, update)
         edited = [name for name, t, was in zip(update.sources, sources, given, strict=False) if totals(t) != was]
         if edited:
-            self.edited.setdefault(where, (update, edited))
+            self.edited[place] = edited
         seen, gave = ([t.detach().clone() for t in tensors(value)] for value in (sources, out))
         firsts = self._firsts.setdefault((index, id(update)), [])
         if not replaying():
-            self.updates.append((index, update))
             firsts.append((seen, gave, changed))
             if changed:
-                self.changed[where] = changed
+                self.changed[place] = changed
             if (missed := _missed(update, target, out)) is not None:
-                self.undone[where] = update, missed
+                self.undone[place] = missed
             if custom := _custom(sources, out):
-                self.custom[where] = custom
+                self.custom[place] = custom
         elif firsts:
             drawn = [name for name, state in self.states.items() if then.get(name, state) != state]
-            self.twice.append(_compared(index, update, (seen, gave, drawn), firsts.pop()))
+            self.changed_again |= {change.key for change in changed}
+            self.recomputed.append(_compared(place, index, update, (seen, gave, drawn), firsts.pop()))
 
 
 def _missed(update: Update, target: Any, out: Any) -> float | None:
@@ -172,7 +203,7 @@ def _custom(sources: list[Any], out: Any) -> list[type]:
     return list(dict.fromkeys(found))
 
 
-def _compared(index: int, update: Update, second: Any, first: Any) -> Twice:
+def _compared(place: Place, index: int, update: Update, second: Any, first: Any) -> Recomputed:
     (seen, gave, drawn), (then_seen, then_gave, changed) = second, first
     far = max(map(relative, seen, then_seen), default=0.0)
     absolute = max(map(_largest, seen, then_seen), default=0.0) if far else 0.0
@@ -180,136 +211,8 @@ def _compared(index: int, update: Update, second: Any, first: Any) -> Twice:
     output = max(map(relative, gave, then_gave), default=0.0) if same else math.inf
     drifted = far > tolerance(*seen)
     parted = drifted or output > 10 * tolerance(*gave)
-    return Twice(index, update, absolute, far, output, drifted, parted, _rounding(*gave), drawn, changed)
-
-
-class Trial:
-    """A net and what it is given, for passes under one memory policy or another."""
-
-    def __init__(self, net: nn.Module, inputs: Any, side: dict[str, Any]):
-        if not isinstance(net, nn.Module):
-            raise ProgramError(f"a module is needed, got a {type(net).__name__}. Put a list of updates into rg.Reversible")
-        self.named: dict[str, Any] = {name: m for name, m in net.named_modules() if isinstance(m, Net)}
-        if not self.named:
-            raise ProgramError(f"{type(net).__name__} contains no rg.Reversible and no rg.ReversibleSequence")
-        self.net, self.given, self.programs = net, (inputs, side), list(self.named.values())
-        fns = [fn for program in self.programs for fn in _fns(program)]
-        self.modules = list(dict.fromkeys([*net.modules(), *(m for fn in fns for m in modules_of(fn))]))
-        self.plain = Plain([])
-        self._initialise()
-        self.plain = Plain(fns)
-
-    def run(self, memory: Any = None, *, traced: Collection[str] = (), after_another: bool = False) -> Pass:
-        """A pass under the policy, or under the net's own; an error of this library is kept in it.
-
-        `after_another`: another step has gone before, on the input in another order, so that caches are filled.
-        """
-        made = Pass(self.plain, traced)
-        with self.unchanged():
-            for program in () if memory is None else self.programs:
-                program.memory = memory
-            if after_another:
-                try:
-                    self._gradients(Pass(self.plain), turned=True)
-                except Exception:  # the net does not take its input in another order
-                    return made
-                self.plain.look()
-            with made.watching():
-                try:
-                    made.gradients = self._gradients(made)
-                except RetrogradeError as error:
-                    made.error = error
-                except Exception as error:
-                    if not (after_another and made.changed):
-                        raise
-                    why = f"a second step raises {type(error).__name__}: {error}. fn keeps something of the first one"
-                    made.error = NotRepeated(why, next(iter(made.changed)))
-        names = {id(u): name for name, m in self.named.items() if hasattr(m, "_program") for u in m._program.updates}
-        for seen in made.twice:
-            seen.program = names.get(id(seen.update), "")
-        return made
-
-    def updates(self) -> list[list[Update]]:
-        """Those of each program, as it was last run."""
-        return [list(m._program.updates) for m in self.programs if hasattr(m, "_program")]
-
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[list[Any]]:
-        """Buffers, random states, policies and plain attributes of fns are afterwards as they were."""
-        draws = Draws(generators(tree_leaves(self.given)))
-        states = python_states()
-        policies = [program.memory for program in self.programs]
-        buffers = [one for m in self.modules for one in _buffers(m)]
-        try:
-            yield buffers
-        finally:
-            draws.put_back()
-            put_back_python(states)
-            with torch.no_grad():
-                for slots, name, buffer, copy in buffers:
-                    slots[name] = buffer if buffer is None else buffer.copy_(copy)
-            for program, policy in zip(self.programs, policies, strict=True):
-                program.memory = policy
-            self.plain.put_back()
-
-    def _initialise(self) -> None:
-        """Run the net once if some modules are lazy: a pass would find other modules afterwards than before."""
-        slots = [(m, t) for m in self.modules for t in (*m._parameters.values(), *m._buffers.values())]
-        lazy = dict.fromkeys(m for m, t in slots if t is not None and is_lazy(t))
-        if not lazy:
-            return
-        with self.unchanged() as buffers, contextlib.ExitStack() as stack, torch.no_grad():
-            for module in lazy:  # this hook comes after the module's own, which makes its buffers
-                hook = module.register_forward_pre_hook(lambda m, _: buffers.extend(_buffers(m)))
-                stack.callback(hook.remove)
-            args, kwargs = tree_map(_fresh, self.given)
-            self.net(*args, **kwargs)
-
-    def _gradients(self, made: Pass, turned: bool = False) -> dict[str, Tensor]:
-        """All gradients of net under fixed random cotangents, by name."""
-        flat, spec = tree_flatten(tree_map(_turned if turned else _fresh, self.given))
-        wanted = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
-        wanted |= {f"input {i}": t for i, t in enumerate(flat) if isinstance(t, Tensor) and t.requires_grad}
-        with torch.enable_grad():  # no leaves, as the output of an embedding is none
-            flat = [t.clone() if isinstance(t, Tensor) and t.requires_grad else t for t in flat]
-            args, kwargs = tree_unflatten(flat, spec)
-            outs = [t for t in tree_leaves(self.net(*args, **kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-        generator = torch.Generator().manual_seed(0)
-        cotangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outs]
-        made.states = python_states()  # what ran after the last fn may have drawn
-        with contextlib.ExitStack() as stack:
-            for device in {t.device.type for t in outs}:  # backward belongs outside of autocast
-                stack.enter_context(torch.autocast(device, enabled=False))
-            found = torch.autograd.grad(outs, list(wanted.values()), cotangents, allow_unused=True)
-        return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(wanted.items(), found, strict=True)}
-
-
-def _fns(program: Any) -> list[Any]:
-    if isinstance(program, Reversible):
-        return [update.fn for update in program.program.updates]
-    if hasattr(program, "functions"):
-        return program.functions()
-    return [getattr(block, name) for block in program.blocks for name in "fgjk" if hasattr(block, name)]
-
-
-def _buffers(module: nn.Module) -> list[tuple[dict[str, Any], str, Any, Any]]:
-    """Of each buffer its slot, itself and a copy."""
-    made = [(name, b) for name, b in module._buffers.items() if b is None or not is_lazy(b)]
-    return [(module._buffers, name, b, None if b is None else b.detach().clone()) for name, b in made]
-
-
-def _fresh(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.is_floating_point() or value.is_complex())
-
-
-def _turned(value: Any) -> Any:
-    """The same numbers in another order."""
-    fresh = _fresh(value)
-    if isinstance(fresh, Tensor) and fresh.requires_grad:
-        fresh = fresh.detach().flip(tuple(range(fresh.dim()))).requires_grad_()
-    return fresh
+    names = list(map(str, changed))
+    return Recomputed(place, index, update, absolute, far, output, drifted, parted, _rounding(*gave), drawn, names)
 
 
 # -- how far apart -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import retrograde as rg
 
 from .._base.loading import Refused, told
 from .._base.report import origin
+from .._engine.run import instead
 from ..check.gradients import Report
 from ..check.lines import raised_at, shown
 from ..errors import RetrogradeError
@@ -20,7 +21,7 @@ from ..models.blocks import DTYPES
 from .check_table import Checked, judge, show
 from .given import at_least, device_of, picture, writable
 from .net_given import Given, given_net
-from .options import Autocast, Device, Factory, File, Flag, Net, Number, Numbers, Policy
+from .options import Autocast, Device, Factory, File, Net, Number, Numbers, Policy
 from .screen import keep
 from .train import policy
 
@@ -34,9 +35,9 @@ class Options:
 
     The factory is a function in a module that is installed or in the current directory. It takes nothing, or the width; or any
     of dim, depth, seq, batch and heads, by these names. It returns a block, as for retrograde bench: (f, g), or a module with f
-    and g. Or a list of rg.Update; or a whole net that contains programs; or (net, inputs) or (net, inputs, side), where inputs
-    are a tensor or a tuple, and side is a dict of keyword arguments. Without inputs, the net gets a random tensor of shape
-    (batch, seq, dim).
+    and g. Or a list of rg.Update; or a whole net, any module whose forward runs reversible programs; or (net, inputs) or
+    (net, inputs, side), where inputs are a tensor or a tuple, and side is a dict of keyword arguments. Without inputs, the net
+    gets a random tensor of shape (batch, seq, dim). Three steps are checked, each on another batch made of the inputs.
 
     Each fault is shown with its update, the line to change and what to write instead. The exit code is 0 if the net is sound,
     1 if it has faults, 2 for arguments that cannot be used.
@@ -81,16 +82,13 @@ def run(options: Options) -> int:
     writable(options.json, "--json")
     picture(options.plot, "--plot")
     given = given_net(options.net, "check", setting)
-    for program in given.programs:
-        if options.memory is not None:
-            program.memory = policy(options.memory)
-        if options.arithmetic != "own":
-            program.arithmetic = options.arithmetic
-    with autocast_of(setting, given):
-        report, notes = checked(options.net, given)
+    memory = None if options.memory is None else policy(options.memory)
+    arithmetic = None if options.arithmetic == "own" else options.arithmetic
+    with autocast_of(setting, given), instead(arithmetic=arithmetic):
+        report, notes, memory = checked(options.net, given, memory)
         verdict = Checked(
             **origin(setting["device"], "retrograde check", sys.argv[2:]),
-            setting={**setting, "net": options.net, "what": given.what(), **ways(given)},
+            setting={**setting, "net": options.net, "what": given.what(), **ways(given, memory, arithmetic)},
             **judge(report, notes),
         )
         drawn = draw(options, given) if options.plot else None
@@ -125,19 +123,27 @@ def autocast_of(setting: dict[str, Any], given: Given) -> contextlib.AbstractCon
     return contextlib.nullcontext() if name == "none" else torch.autocast(setting["device"], DTYPES[name])
 
 
-def ways(given: Given) -> dict[str, str]:
-    return {name: ", ".join(dict.fromkeys(str(getattr(p, name)) for p in given.programs)) for name in ("memory", "arithmetic")}
+def ways(given: Given, memory: Any, arithmetic: str | None) -> dict[str, str]:
+    """What was asked for, or else what the net has. A module that calls rg.run by itself does not show it."""
+
+    def of(name: str, asked: Any) -> str:
+        own = dict.fromkeys(str(getattr(program, name)) for program in given.programs)
+        return str(asked) if asked is not None else ", ".join(own) or "own"
+
+    return {"memory": of("memory", memory), "arithmetic": of("arithmetic", arithmetic)}
 
 
-def checked(spec: str, given: Given) -> tuple[Report, list[str]]:
-    """The report, under the policy of the net; under reverse where that policy runs nothing again."""
-    report, notes = _gradients(spec, given), []
+def checked(spec: str, given: Given, memory: Any) -> tuple[Report, list[str], Any]:
+    """The report under the policy of the net or another one, and under reverse where that policy recomputes nothing."""
+    with instead(memory):
+        report, notes = _gradients(spec, given), []
     if report.ok and not report.replayed:
-        notes.append(f"under memory {ways(given)['memory']} no function is run again here, so it was checked under reverse")
-        for program in given.programs:
-            program.memory = "reverse"
-        report = _gradients(spec, given)
-    return report, notes + report.notes
+        was = ways(given, memory, None)["memory"]
+        notes.append(f"under memory {was} no function is recomputed here, so it was checked under reverse")
+        memory = "reverse"
+        with instead(memory):
+            report = _gradients(spec, given)
+    return report, notes + report.notes, memory
 
 
 def _gradients(spec: str, given: Given) -> Report:

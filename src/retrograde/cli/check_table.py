@@ -22,6 +22,7 @@ QUESTIONS = {  # and the kinds of findings that say no
     "streams come back": ("drifting", "wrong rule"),
     "gradients agree": ("wrong backward", "refused"),
 }
+STOPPED = "not checked: an earlier fault stopped the run"
 COLORS = {"ok": "green", "FAULT": "bold red", "warning": "yellow", "–": "dim"}
 
 
@@ -70,13 +71,13 @@ def answer(question: str, report: Report, faults: list[dict[str, Any]], mild: li
         if not reached:
             return {
                 "verdict": "FAULT" if count else "–",
-                "why": times if count else "not compared: an earlier fault stopped the run",
+                "why": times if count else STOPPED,
             }
         why = f"relative error {short(report.gradient_error)} against ordinary autograd, the largest of one {short(report.worst)}"
         return {"verdict": "ok" if report.ok else "FAULT", "why": why}
     if question == "streams come back":
         if not reached and not count:
-            return {"verdict": "–", "why": "not compared: an earlier fault stopped the run"}
+            return {"verdict": "–", "why": STOPPED}
         if faults and not count and report.recovered:
             return {"verdict": "–", "why": f"relative error {short(report.recovered)} below the fault"}
         where = f", at {report.furthest}" if report.furthest else ""
@@ -85,13 +86,14 @@ def answer(question: str, report: Report, faults: list[dict[str, Any]], mild: li
         return {"verdict": verdict, "why": exact if reached else times}
     if count:
         return {"verdict": verdict, "why": times}
+    steps = f", in {report.steps} steps on different batches" if report.steps > 1 else ""
     fine = {
-        "repeats exactly": f"{counted(report.replayed, 'function')} ran twice on the same input, with the same bits",
-        "keeps no state": "nothing that functions keep changes what they return, in a first step or in a later one",
+        "repeats exactly": f"{counted(report.replayed, 'function')} recomputed on the same input, with the same bits",
+        "keeps no state": f"nothing that functions keep changes what they return{steps}",
         "leaves its inputs alone": "no function edits its sources or its side inputs",
     }
     if not reached:
-        return {"verdict": "–", "why": "not checked: an earlier fault stopped the run"}
+        return {"verdict": "–", "why": STOPPED}
     return {"verdict": verdict, "why": fine[question]}
 
 

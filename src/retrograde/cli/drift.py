@@ -17,6 +17,7 @@ import retrograde as rg
 
 from .._base.loading import Refused, told
 from .._base.report import counted, origin
+from .._engine.run import instead
 from ..bench.drift_curve import Curve, Point, draw_curve
 from ..check.gradients import short
 from ..check.lines import raised_at, shown
@@ -139,10 +140,11 @@ def errors_of(
     setting: dict[str, Any], given: Given, autocast: torch.dtype | None, arithmetic: str, note: Callable[[str], None]
 ) -> tuple[float | None, float | None]:
     """Of the gradients and of the streams."""
-    for program in given.programs:
-        program.arithmetic = arithmetic
     try:
-        with torch.autocast(setting["device"], autocast) if autocast else contextlib.nullcontext():
+        with (
+            instead(arithmetic=arithmetic),
+            torch.autocast(setting["device"], autocast) if autocast else contextlib.nullcontext(),
+        ):
             found = rg.check.drift(given.net, *given.inputs, **given.side)
     except RetrogradeError as error:
         note(f"{arithmetic}: {error}")
@@ -168,7 +170,7 @@ def show(curve: Curve, notes: list[str]) -> None:
             table.add_row(dtype, arithmetic, *(short(errors.get(depth)) for depth in s["depth"]))
         out.print(table)
     if s["block"] and any(row.arithmetic == "exact" and (row.error or row.streams) for row in curve.rows):
-        cause = "exact arithmetic recovers streams to the bit, so a function does not repeat itself"
+        cause = "exact arithmetic recovers streams to the bit, so a function is not recomputed as it was"
         notes = [*notes, f"{cause}: run `retrograde check {s['block']}`"]
     for line in dict.fromkeys(notes):
         out.print(escape(line), soft_wrap=True)

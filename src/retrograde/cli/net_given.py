@@ -17,7 +17,7 @@ from .._base.torch_private import tree_leaves, tree_map
 from ..models.blocks import DTYPES, Attention, mlp
 from ..modules import Net
 
-MAY = "(f, g), a module with f and g, a list of rg.Update, a net that contains a program, (net, inputs) or (net, inputs, side)"
+MAY = "(f, g), a module with f and g, a list of rg.Update, a net that runs programs, (net, inputs) or (net, inputs, side)"
 SIZES = ("dim", "depth", "seq", "batch", "heads")  # that a factory may ask for
 
 
@@ -32,7 +32,8 @@ class Given:
 
     @property
     def programs(self) -> list[Net]:
-        return [m for m in self.net.modules() if isinstance(m, Net)]
+        """The reversible nets in it. A module that calls rg.run has none."""
+        return _programs(self.net)
 
     def what(self) -> str:
         """Sizes, in a line."""
@@ -42,6 +43,14 @@ class Given:
         return f"{blocks}input {', '.join(shapes[:3])}{more}"
 
 
+def _programs(net: nn.Module) -> list[Net]:
+    return [m for m in net.modules() if isinstance(m, Net)]
+
+
+def _is_block(made: nn.Module) -> bool:
+    return all(callable(getattr(made, name, None)) for name in "fg")
+
+
 def given_net(spec: str | None, option: str, setting: dict[str, Any]) -> Given:
     """Calls the factory. `setting` has the `SIZES`, shape, dtype (None: as it is), device and seed."""
     torch.manual_seed(setting["seed"])
@@ -49,7 +58,7 @@ def given_net(spec: str | None, option: str, setting: dict[str, Any]) -> Given:
     made = make()
     if isinstance(made, (tuple, list)) and made and all(isinstance(one, rg.Update) for one in made):
         made = rg.Reversible(made)
-    if isinstance(made, nn.Module) and any(isinstance(m, Net) for m in made.modules()):
+    if isinstance(made, nn.Module) and (_programs(made) or not _is_block(made)):
         return _ready(Given(made, _inputs(made, setting), {}), setting)
     if isinstance(made, (tuple, list)) and len(made) in (2, 3) and isinstance(made[0], nn.Module) and not callable(made[1]):
         net, inputs, side = made[0], made[1], made[2] if len(made) == 3 else {}
