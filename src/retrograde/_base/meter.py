@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_private import TorchDispatchMode, tree_leaves
+from .torch_private import TorchDispatchMode, home_of, tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -36,17 +36,17 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        before = {home_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
-                storage = t.untyped_storage()
-                if storage._cdata not in before:
-                    self._count(storage)
+                key = home_of(t)
+                if key not in before:
+                    self._count(key, t.untyped_storage())
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _count(self, key: int, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
         known = self._known.get(key)
         if known is not None and known() is not None:
             return

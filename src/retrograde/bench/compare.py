@@ -41,6 +41,7 @@ class Found:
     kernels: dict[str, float] | None = None  # seconds of a step by kind of work, where a profile was asked for
     gradient_error: float | None = None  # relative, against `reference`; None where there is none
     reference: str | None = None
+    traceback: str | None = None  # of an error in the worker
 
 
 @dataclass

@@ -87,7 +87,9 @@ def readable(rows: Sequence[dict[str, Any]]) -> bool:
 
 def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
     columns = list(
-        dict.fromkeys(name for row in rows for name in row if row[name] is not None and name not in ("detail", "reference"))
+        dict.fromkeys(
+            name for row in rows for name in row if row[name] is not None and name not in ("detail", "reference", "traceback")
+        )
     )
     cells = [[_cell(name, row.get(name)) for name in columns] for row in rows]
     titles = [TITLES.get(name, name.replace("_", " ")) for name in columns]

@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -108,12 +109,13 @@ def outcome(asked: dict[str, Any]) -> dict[str, Any]:
     """What was measured, or {"failed": in a word or two, "detail": in a line}."""
     try:
         return measure(asked["setting"], asked["variant"], asked["depth"])
-    except Refused as refusal:
-        return {"failed": "refused", "detail": str(refusal)}
     except Exception as error:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
-            return {"failed": "out of memory", "detail": told(error, 600)}
-        return {"failed": type(error).__name__, "detail": told(error, 600)}
+        found = {"failed": type(error).__name__, "detail": told(error, 600), "traceback": traceback.format_exc()}
+        if isinstance(error, Refused):
+            found |= {"failed": "refused", "detail": str(error)}
+        elif isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+            found["failed"] = "out of memory"
+        return found
 
 
 def leave_with_parent() -> None:

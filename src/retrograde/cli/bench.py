@@ -33,7 +33,7 @@ class Options:
 
     block: Factory = None
     """Your block: a function that takes nothing, the width, or sizes by name (dim, heads), and returns (f, g) or a module with f
-    and g. If not given: attention and an MLP."""
+    and g; by default, attention and an MLP."""
     dim: Number = None
     """Width of a stream."""
     heads: Number = None
@@ -47,29 +47,31 @@ class Options:
     depth: Numbers = ()
     """Numbers of blocks, one or several."""
     dtype: Dtype = "float32"
-    """Of parameters and input."""
+    """Precision of parameters and input."""
     autocast: Autocast = "auto"
     """auto is bfloat16 for float32 on a GPU, none elsewhere."""
     device: Device = "auto"
-    """auto takes a GPU where there is one."""
+    """auto uses a GPU if there is one."""
     variants: Names = ()
-    """Names or patterns as 'reverse*'; all if not given. `ordinary` is always there, as the others are compared with it."""
+    """Names or patterns, as 'reverse*'; all by default. `ordinary` is always measured, as the others are compared with it."""
     budget: Sizes = ()
     """Measure rg.Budget of this size too, as 3GiB; one or several."""
     rounds: Number = None
     """Timed steps."""
     profile: Flag = False
-    """Say where the time of a step goes: matrix products, attention, the rest, and what the device waits for the host."""
+    """Show where the time of a step goes: matrix products, attention, the rest, and waiting for the host."""
     timeout: float = 900
     """Seconds that one variant may take, compiling included."""
     seed: int = 0
-    """Of parameters and input."""
+    """Seed of parameters and input."""
     json: File = None
-    """Write the report here; - writes it to stdout, in place of the table."""
+    """Write the report here; - writes it to stdout, instead of the table."""
     plot: File = None
     """Draw time against memory at the largest depth, as .png, .svg or .pdf."""
     plot_depth: File = None
     """Draw memory against depth, as .png, .svg or .pdf."""
+    traceback: Flag = False
+    """Show the whole traceback of an error in your code."""
 
 
 def run(options: Options) -> int:
@@ -100,7 +102,7 @@ def run(options: Options) -> int:
         versions=versions(),
     )
     if not keep(options.json, report):
-        show(report)
+        show(report, options.traceback)
     measured = any(row.failed is None for row in report.rows)
     if measured:
         draw(report)
@@ -165,7 +167,7 @@ def drawing(options: Options) -> Callable[[Comparison], None]:
     return draw
 
 
-def show(report: Comparison) -> None:
+def show(report: Comparison, traceback: bool) -> None:
     out = console()
     out.print(report.where(), report.what(), sep="\n", soft_wrap=True)
     if report.rows:
@@ -174,3 +176,5 @@ def show(report: Comparison) -> None:
             out.print(kernels(report.rows))
     for line in (*notes(report.rows), *doubts(report)):
         out.print(line, soft_wrap=True, markup=False)
+    for text in dict.fromkeys(row.traceback for row in report.rows if row.traceback) if traceback else ():
+        out.print("", text.rstrip(), sep="\n", soft_wrap=True, markup=False)

@@ -24,7 +24,7 @@ from ..check.lines import raised_at, shown
 from ..errors import RetrogradeError
 from .given import at_least, device_of, picture, writable
 from .net_given import Given, given_net
-from .options import Device, Factory, File, Names, Number, Numbers
+from .options import Device, Factory, File, Flag, Names, Number, Numbers
 from .parse import nearest
 from .screen import console, keep, progress
 
@@ -51,7 +51,7 @@ class Options:
     """
 
     block: Factory = None
-    """Your block, or a net that takes depth, as for retrograde check. If not given: attention and an MLP."""
+    """Your block, or a net that takes depth, as for retrograde check; by default, attention and an MLP."""
     depth: Numbers = ()
     """Numbers of blocks, one or several (4 8 16 32 64)."""
     dtype: Names = ()
@@ -70,13 +70,15 @@ class Options:
     shape: Numbers = ()
     """Shape of the input, if it is not (batch, seq, dim)."""
     device: Device = "auto"
-    """auto takes a GPU where there is one."""
+    """auto uses a GPU if there is one."""
     seed: int = 0
-    """Of parameters and input."""
+    """Seed of parameters and input."""
     json: File = None
-    """Write the figures here; - writes them to stdout, in place of the tables."""
+    """Write the figures here; - writes them to stdout, instead of the tables."""
     plot: File = None
     """Draw the gradients' error against depth, as .png, .svg or .pdf."""
+    traceback: Flag = False
+    """Show the whole traceback of an error in your code."""
 
 
 def run(options: Options) -> int:

@@ -46,11 +46,11 @@ class Options:
     """Text files or folders; by default, the sources of Python's standard library."""
     depth: Number = None
     """Number of blocks, each attention and an MLP (12 on a CPU, 24 on a GPU)."""
-    dim: Annotated[Number, arg(aliases=["--width"])] = None
+    dim: Number = None
     """Width of a stream (96, 512)."""
     heads: Number = None
     """Attention heads (4, 8)."""
-    seq: Annotated[Number, arg(aliases=["--context"])] = None
+    seq: Number = None
     """Bytes in a sequence: the context of a prediction (128, 1024)."""
     streams: Number = None
     """Streams of the reversible net (2, 3); 1 is an ordinary residual net of the same size, for comparison."""
@@ -74,7 +74,7 @@ class Options:
     """Update parameters inside backward, so that gradients never take memory all at once."""
     device: Device = "auto"
     """auto uses a GPU if there is one."""
-    dtype: Annotated[Literal["auto", "float32", "bf16", "bfloat16"], arg(aliases=["--precision"])] = "auto"
+    dtype: Literal["auto", "float32", "bf16", "bfloat16"] = "auto"
     """bf16 and bfloat16 are autocast over float32 parameters (float32 on a CPU, bf16 on a GPU)."""
     memory: Policy = None
     """What is kept for backward: reverse, checkpoint, store, last:K, anchor:N or budget:3GiB (reverse)."""
@@ -98,6 +98,9 @@ class Options:
     """Write a report here: sizes, steps, bits per byte, memory, files; - writes it to stdout, and nothing else there."""
     plot: File = None
     """Draw the curves here, as .png, .svg or .pdf, instead of to curves.png in --out."""
+
+
+OLD_NAMES = {"--width": "--dim", "--context": "--seq", "--precision": "--dtype"}  # of options; they work as they did
 
 
 def run(options: Options) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._base.meter import LiveBytes
-from .._base.torch_private import compiler_config, fake_device, fake_mode, run_backward, tree_leaves
+from .._base.torch_private import compiler_config, fake_device, fake_mode, home_of, run_backward, tree_leaves
 from .._exact.fake import as_on
 from ..modules import Net
 from .as_on_cuda import AsOnCuda, workspace
@@ -78,8 +78,8 @@ class _Meter(LiveBytes):
             self.note(workspace(func, args))
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        super()._count(storage)
+    def _count(self, key: int, storage: torch.UntypedStorage) -> None:
+        super()._count(key, storage)
         self.note()
 
     def note(self, more: int = 0) -> None:
@@ -166,7 +166,7 @@ def nets_of(model: nn.Module) -> list[Net]:
 def _step(model: nn.Module, args: tuple[Any, ...], device: str, autocast: torch.dtype | None) -> Traced:
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
-    inputs = {t.untyped_storage()._cdata: t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor)}
+    inputs = {home_of(t): t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor)}
     for p in trainable:
         p.grad = torch.zeros_like(p)
     meter = _Meter(sum(inputs.values()), device == "cuda")
