@@ -11,10 +11,10 @@ import pytest
 from test_imports import environment, loaded_by
 
 import retrograde
+from retrograde._base.given import at_least, byte_size, writable
 from retrograde._base.loading import Refused, called, load, told
 from retrograde._base.report import as_json, size
 from retrograde.cli import app
-from retrograde.cli.given import at_least, byte_size, writable
 
 
 def retrograde_command(*arguments, cwd=None):

@@ -11,6 +11,7 @@ import torch
 
 import retrograde as rg
 
+from .._base.given import at_least, device_of, picture, writable
 from .._base.loading import Refused, told
 from .._base.report import origin
 from .._engine.run import instead
@@ -19,7 +20,6 @@ from ..check.lines import raised_at, shown
 from ..errors import RetrogradeError
 from ..models.blocks import DTYPES
 from .check_table import Checked, judge, show
-from .given import at_least, device_of, picture, writable
 from .net_given import Given, given_net
 from .options import Autocast, Device, Factory, File, Flag, Net, Number, Numbers, Policy
 from .screen import keep

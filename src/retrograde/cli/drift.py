@@ -15,6 +15,7 @@ from rich.table import Table
 
 import retrograde as rg
 
+from .._base.given import at_least, device_of, picture, writable
 from .._base.loading import Refused, told
 from .._base.report import counted, origin
 from .._engine.run import instead
@@ -22,7 +23,6 @@ from ..bench.drift_curve import Curve, Point, draw_curve
 from ..check.gradients import short
 from ..check.lines import raised_at, shown
 from ..errors import RetrogradeError
-from .given import at_least, device_of, picture, writable
 from .net_given import Given, given_net
 from .options import Device, Factory, File, Flag, Names, Number, Numbers
 from .parse import nearest

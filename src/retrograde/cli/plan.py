@@ -12,13 +12,13 @@ import torch
 from rich import box
 from rich.table import Table
 
+from .._base.given import at_least, byte_size, picture, writable
 from .._base.loading import Refused, load
 from .._base.report import size
 from ..errors import RetrogradeError
 from ..planning.plan import Plan, Row, make_plan
 from ..planning.predict import WAYS, Planner
 from ..planning.subject import takes
-from .given import at_least, byte_size, picture, writable
 from .options import Autocast, Dtype, Factory, File, Flag, Number, Numbers, Size
 from .screen import console, keep, progress
 

@@ -10,11 +10,11 @@ from typing import Annotated
 import torch
 import tyro
 
+from .._base.given import at_least, writable
 from .._base.loading import Refused
 from ..errors import RetrogradeError
 from ..training.data import END
 from ..training.trained import load_model
-from .given import at_least, writable
 from .options import Device, File, Text
 from .screen import harmless, keep
 from .train import with_dashes

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
+from .._base.given import at_least, byte_size, picture, writable
 from .._base.loading import Refused
 from .._base.report import machine, origin, size
 from ..errors import RetrogradeError
@@ -21,7 +22,6 @@ from ..training.errors import reason
 from ..training.loop import Outcome, train
 from ..training.metrics import read
 from ..training.settings import Settings, settle
-from .given import at_least, byte_size, picture, writable
 from .options import Arithmetic, Device, File, Flag, Number, Paths, Policy, Real
 from .screen import console, harmless, keep
 from .watch import Watch

@@ -6,7 +6,7 @@ import importlib
 import re
 from pathlib import Path
 
-from .._base.loading import Refused
+from .loading import Refused
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
