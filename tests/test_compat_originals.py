@@ -97,6 +97,49 @@ def test_attention_in_chunks(chunks):
     assert_same(found, gradients(lambda: net(x), wanted))
 
 
+class Recorded(nn.Module):
+    """As LSH attention: while it is recorded it also computes its weights, which only the recorder sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.fn, self.callback = mlp(), None
+
+    def forward(self, x):
+        if self.callback is not None:
+            self.callback(x.exp().softmax(-1).detach())
+        return self.fn(x)
+
+
+class Recorder(nn.Module):
+    """As that of reformer-pytorch: it records the forward pass, and not backward."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.recordings = net, []
+
+    def forward(self, x):
+        self.wire(self.recordings.append)
+        out = self.net(x)
+        self.wire(None)
+        return out
+
+    def wire(self, callback):
+        for module in self.net.modules():
+            if isinstance(module, Recorded):
+                module.callback = callback
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+def test_recorder(memory):
+    net = reformer.ReversibleSequence([(Recorded(), mlp()) for _ in range(3)], memory=memory)
+    model, x = Recorder(net), draw(2, 5, 2 * WIDTH)
+    wanted = [x, *net.parameters()]
+    found = gradients(lambda: model(x), wanted)
+    assert len(model.recordings) == 3
+    net.memory = "store"
+    assert_same(found, gradients(lambda: model(x), wanted))
+
+
 # -- MemCNN ------------------------------------------------------------------------------------------------------------
 
 

@@ -8,13 +8,13 @@ from torch import nn
 every_replayed = pytest.mark.parametrize("memory", REPLAYED)
 
 
-def error_of(fns, memory, change, arithmetic="float"):
+def error_of(fns, memory, change, arithmetic="float", dtype=torch.float64):
     """Of all gradients together, where `change` comes between the forward pass and backward."""
     found = []
     for policy in (memory, "store"):
         torch.manual_seed(0)
-        net = rg.Reversible(rg.wirings.leapfrog(fns()), memory=policy, arithmetic=arithmetic)
-        loss = loss_of(net({"a": draw(), "b": draw()}))
+        net = rg.Reversible(rg.wirings.leapfrog(fns()), memory=policy, arithmetic=arithmetic).to(dtype)
+        loss = loss_of(net({"a": draw().to(dtype), "b": draw().to(dtype)}))
         change(net)
         found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))]))
     return float((found[0] - found[1]).norm() / found[1].norm())
@@ -59,6 +59,25 @@ def test_differences_below_the_thresholds():
     assert 0 < error_of(lambda: [Slightly() for _ in range(4)], "reverse", slightly_steeper) < 1e-4
     with pytest.raises(rg.ReplayError):
         error_of(lambda: [Slightly() for _ in range(4)], "reverse", slightly_steeper, "exact")
+
+
+class Offset(Slightly):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True)) + 100
+
+
+def test_a_fault_in_a_small_part_of_an_output():
+    """Where most of an output is a constant, what changes is small beside it, and its gradient is not."""
+
+    def steeper_one(net):
+        net.fns[1].slope = 2.0
+
+    def floats():
+        return [Offset() for _ in range(4)]
+
+    with pytest.raises(rg.ReplayError):
+        error_of(floats, "reverse", steeper_one)  # in float64
+    assert error_of(floats, "reverse", steeper_one, dtype=torch.float32) > 1e-2
 
 
 class Own(torch.Tensor):

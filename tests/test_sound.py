@@ -1,6 +1,8 @@
 """Sound code that gets no false alarm, and gradients as under store."""
 
+import inspect
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -53,6 +55,29 @@ def test_hooks_that_only_record(when, memory):
             handle.remove()
         if when != "removed":
             hook()
+        return torch.autograd.grad(loss, list(net.parameters()))
+
+    agree(memory, step)
+
+
+@every_replayed
+@pytest.mark.parametrize("when", ["added", "removed", "moved"])
+def test_hooks_that_compute_what_they_record(when, memory):
+    """Under grad, so that they save tensors, of the shape of others: what is asked for is found all the same."""
+
+    def step(memory):
+        fns, seen = [nn.Sequential(linear(), nn.Tanh()) for _ in range(4)], []
+        net = net_of(fns, memory)
+
+        def hook(module):
+            return module.register_forward_hook(lambda module, args, out: seen.append(out.exp().sum().item()))
+
+        handle = hook(fns[1][0]) if when != "added" else None
+        loss = loss_of(net(streams()))
+        if handle is not None:
+            handle.remove()
+        if when != "removed":
+            hook(fns[1][-1])
         return torch.autograd.grad(loss, list(net.parameters()))
 
     agree(memory, step)
@@ -295,22 +320,29 @@ def test_routing_by_top_k(memory):
 class Selective(nn.Module):
     """Torch's selective activation checkpointing inside of fn."""
 
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
-        self.inner = nn.Sequential(linear(), nn.Tanh(), linear())
+        self.inner, self.options = nn.Sequential(linear(), nn.Tanh(), linear()), options
 
     def forward(self, x):
         def policy(ctx, op, *args, **kwargs):
             keeps = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
             return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-        return checkpoint(self.inner, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+        made = partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=made, **self.options)
 
 
+HOOKS = "respect_saved_tensors_hooks"  # an argument that torch 2.15 has, and warns where it is not given
+CHOICES = [{}, {HOOKS: True}, {HOOKS: False}] if HOOKS in inspect.signature(checkpoint).parameters else [{}]
+
+
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context")
+@pytest.mark.parametrize("options", CHOICES, ids=str)
 @every_policy
-def test_selective_checkpointing_inside_of_fn(memory):
+def test_selective_checkpointing_inside_of_fn(memory, options):
     def step(memory):
-        net = net_of([Selective() for _ in range(4)], memory)
+        net = net_of([Selective(**options) for _ in range(4)], memory)
         return torch.autograd.grad(loss_of(net(streams())), list(net.parameters()))
 
     agree(memory, step)

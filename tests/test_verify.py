@@ -1,9 +1,12 @@
 """Verification by value: faults whose gradients are wrong are reported, sound nets are not."""
 
+import contextlib
+import gc
 import math
 import os
 import random
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -436,6 +439,74 @@ def test_a_fault_in_a_small_leaf(rows, size, memory, arithmetic):
     fns[1].turned = True
     with pytest.raises(rg.ReplayError, match=r"update 1: .* returned something else"):
         sum(tree["small"].sin().sum() for tree in out.values()).backward()
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_sketches_add_no_tensor_per_update(memory):
+    def alive(depth, verify):
+        """Tensors between the forward pass and backward."""
+        net = rg.Reversible(rg.wirings.leapfrog([Branch(1.0) for _ in range(depth)]), memory=memory, verify=verify)
+        out = net({name: torch.randn(ROWS, WIDTH) for name in "ab"})
+        gc.collect()
+        count = sum(type(one) is torch.Tensor for one in gc.get_objects())
+        loss_of(out).backward()
+        return count
+
+    alive(2, "error")  # makes the weights of the sketches
+    more = [alive(depth, "error") - alive(depth, "off") for depth in (2, 32)]
+    assert more[0] == more[1]
+
+
+# -- on devices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """The path of devices, on a CPU: no tensor says that it is on one, so sketches go into tables and are compared later."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda t: False), raising=False)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("leaf", ["small", "large", None])
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint", rg.Anchor(2)], ids=str)
+def test_the_next_forward_pass_reports(memory, leaf):
+    fns = [Turns(leaf) for _ in range(4)]
+    net = rg.Reversible(rg.wirings.leapfrog(fns), memory=memory, arithmetic="exact")
+    streams = {name: {"small": torch.randn(2, 4), "large": 1000 * torch.randn(5, 4)} for name in "ab"}
+
+    def step():
+        sum(t.sin().sum() for tree in net(streams).values() for t in tree.values()).backward()
+
+    step()
+    out = net(streams)
+    fns[1].turned = True
+    sum(t.sin().sum() for tree in out.values() for t in tree.values()).backward()
+    said = r"update 1: .* returned something else .* one optimizer step may have used them"
+    with contextlib.nullcontext() if leaf is None else pytest.raises(rg.ReplayError, match=said):
+        step()
+
+
+class Turns(nn.Module):
+    """Exchanges the rows of one leaf from some time on."""
+
+    def __init__(self, leaf):
+        super().__init__()
+        self.linear, self.leaf, self.turned = nn.Linear(4, 4), leaf, False
+
+    def forward(self, x):
+        if self.turned and self.leaf is not None:
+            x = x | {self.leaf: x[self.leaf].flip(0)}
+        return {"small": self.linear(x["small"]).tanh(), "large": (x["large"] / 1000).sin() * 1000}
+
+
+@pytest.mark.usefixtures("device")
+def test_what_waits_to_be_compared_keeps_no_module_alive():
+    net = rg.ReversibleSequence([(nn.Linear(4, 4), nn.Tanh())])
+    net(torch.randn(2, 4)).sum().backward()
+    gone = weakref.ref(net.blocks[0].f)
+    del net
+    gc.collect()
+    assert gone() is None
 
 
 # -- drift -------------------------------------------------------------------------------------------------------------

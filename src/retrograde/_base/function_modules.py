@@ -43,7 +43,7 @@ class Held:
     A module may also hold others without registering them, as `self.shared = [module]`.
     """
 
-    __slots__ = ("generators", "modules", "roots")
+    __slots__ = ("generators", "modules", "registered", "roots")
 
     def __init__(self, fn: Any, rule: Any = None):
         self.roots: list[nn.Module] = []  # without what they are made of
@@ -62,6 +62,8 @@ class Held:
                         _look_behind(value, 2, self)
         if len(self.roots) > known:
             self.modules = parts(self.roots)
+        # whether all of them are registered in fn: then it uses them, as far as anybody can tell
+        self.registered = self.roots == [fn] or (isinstance(fn, nn.Module) and set(self.modules) == set(parts([fn])))
 
 
 def modules_of(fn: Any) -> list[nn.Module]:

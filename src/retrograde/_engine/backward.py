@@ -38,6 +38,7 @@ from .._base.pytrees import tensors, unflatten
 from .._base.torch_private import at_end_of_backward, graph_task, keeps_graph, version_of
 from .._exact.streams import Form
 from .call import Streams
+from .nodes import Place
 from .recompute import recompute
 from .records import Record, Run, Walk
 
@@ -105,11 +106,11 @@ def _entered(run: Run, walk: Walk, saved: list[Tensor]) -> Walk:
 # -- autograd asks for a saved tensor ----------------------------------------------------------------------------------
 
 
-def unpacker(run: Run, record: Record) -> Callable[[int], Tensor]:
-    """The unpack hook of an update: what its fn saved as tensor j."""
+def unpacker(run: Run, record: Record) -> Callable[[Place], Tensor]:
+    """The unpack hook of an update: what its fn saved there."""
 
-    def unpack(j: int) -> Tensor:
-        ready = record.ready
+    def unpack(place: Place) -> Tensor:
+        ready, (j,) = record.ready, place
         if ready is None or ready[j] is None:
             ready = None  # what is left of it can go
             ready = fetch(run, record, j)

@@ -69,11 +69,11 @@ class Purse:
         self.foreign: set[int] = set()  # storages that exist anyway
 
     @untraced
-    def watching(self, pack: Callable[[Tensor], int], foreign: Iterable[Tensor]) -> Callable[[Tensor], int]:
+    def watching(self, pack: Callable[[Tensor], Any], foreign: Iterable[Tensor]) -> Callable[[Tensor], Any]:
         """The pack hook of a fn, which now makes room as it goes."""
         self.growing, self.foreign = {}, {home_of(t) for t in foreign}
 
-        def watched(t: Tensor) -> int:
+        def watched(t: Tensor) -> Any:
             self._grow(t)
             self.largest = max(self.largest, sum(self.growing.values()))
             self._make_room(0)

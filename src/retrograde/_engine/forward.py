@@ -24,7 +24,7 @@ from ..update import Update
 from .backward import start, unpacker
 from .call import Streams, apply, call, fitting, observe, put_on, sources_of
 from .module_state import ModuleState
-from .nodes import keep, packer, vault
+from .nodes import Place, dead, keep, packer, vault
 from .records import Record, Run
 
 _at_end = itemgetter(3)
@@ -41,7 +41,8 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
     modules = record.modules
     live: list[Tensor] = []
     versions: list[int] = []
-    pack = packer(live, versions)
+    places: list[Place] = []
+    pack = packer(live, places, versions)
     drawn = Drawn() if context.capturing else None
     if run.purse is not None:
         pack = run.purse.watching(pack, [*modules.tensors(), *context.tensors])
@@ -65,6 +66,7 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
         live.clear()  # the graph holds on to the hook, and these hold on to the graph
         run.live = None
         use_lean(form)
+    record.dead = dead(places)
     record.given = drawn if drawn is not None and drawn.kept else None
     run.records.append(record)
     if run.keeps_sources:
@@ -86,7 +88,7 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
 
 def _new_record(run: Run, index: int, update: Update, sources: list[Any], state: Streams) -> Record:
     context, held = run.context, run.context.held[index]
-    modules = ModuleState(update.fn, held, lambda: errors.at(index, update))
+    modules = ModuleState(held, lambda: errors.at(index, update))
     context.modules.append(modules)
     if held.generators:
         context.draws.follow(held.generators)

@@ -105,7 +105,7 @@ class ModuleState:
         "_before", "_snapshots", "_whole", "cached", "called", "changed", "modules", "moved", "repeatable", "slots",
     )  # fmt: skip
 
-    def __init__(self, fn: Any, held: Held, where: Callable[[], str]):
+    def __init__(self, held: Held, where: Callable[[], str]):
         self._whole: Sequence[nn.Module] = held.modules
         self.modules = modules = held.modules
         if any(isinstance(m, torch.jit.ScriptModule) for m in modules):
@@ -114,7 +114,7 @@ class ModuleState:
         self.cached = _cached_weights(modules) if parametrize._cache_enabled else None
         self._snapshots: Any = [one for m in modules if m._buffers for one in _snapshots(m)]
         # of a function that may hold more than it uses, the whole model for instance: the modules that it calls
-        self.called: set[nn.Module] | None = None if held.roots == [fn] else set()
+        self.called: set[nn.Module] | None = None if held.registered else set()
         self.repeatable = True
         self.moved: Sequence[tuple[dict[str, Any], str, Tensor, Tensor]] = ()  # buffers that fn writes: slot, tensor, old value
         self.changed: Sequence[tuple[dict[str, Any], str, Any]] = ()  # slots that it replaces or makes, and what they held

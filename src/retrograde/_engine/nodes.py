@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -74,17 +75,31 @@ def source(t: Tensor) -> Tensor:
     return _source(_NOTHING, t)
 
 
+Place = tuple[int]  # what autograd keeps instead of a saved tensor: its number. Autograd alone holds on to it
+
+
 @untraced
-def packer(store: list[Any], versions: list[int] | None = None) -> Callable[[Tensor], int]:
-    """A pack hook that collects what is saved and leaves its number, and notes versions.
+def packer(store: list[Any], places: list[Place], versions: list[int] | None = None) -> Callable[[Tensor], Place]:
+    """A pack hook that collects what is saved and leaves its place. The graph holds on to it: empty the lists afterwards."""
 
-    The graph holds on to it: empty `store` afterwards.
-    """
-
-    def pack(t: Tensor) -> int:
-        if versions is not None:
-            versions.append(t._version)
+    def pack(t: Tensor) -> Place:
+        place = (len(store),)
         store.append(t)
-        return len(store) - 1
+        places.append(place)
+        return place
 
-    return pack
+    def noting(t: Tensor) -> Place:
+        versions.append(t._version)  # type: ignore[union-attr]
+        return pack(t)
+
+    return pack if versions is None else noting
+
+
+_unused = next(map(getrefcount, [object()]))  # the count of what a list alone holds
+
+
+def dead(places: list[Place]) -> Sequence[int]:
+    """Numbers of saved tensors whose graph is gone, as that of a norm which a hook computes and prints: nobody asks for them."""
+    counts = list(map(getrefcount, places))
+    places.clear()
+    return [j for j, count in enumerate(counts) if count <= _unused] if _unused in counts else ()

@@ -17,7 +17,7 @@ from .._exact.sketch import take
 from .._exact.streams import read
 from .call import Streams, apply, call, observe, put_on
 from .context import Context
-from .nodes import packer, source
+from .nodes import Place, dead, packer, source
 from .records import Record, Walk
 from .replay import recomputing
 
@@ -33,6 +33,7 @@ def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
         raise errors.edited_side_input(record.where)
     swap = record.modules.put_in(record)
     store: list[Any] = []
+    places: list[Place] = []
     difference: str | None = None
     form = use_lean(record.lean)
     drawn_before, drawn_after = record.drawn
@@ -40,9 +41,9 @@ def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
         present = context.draws.again(drawn_before)
         try:
             sources = _sources_again(record, walk.state)
-            push_hooks(packer(store), _reader(store, record))
+            push_hooks(packer(store, places), _reader(store, record))
             try:
-                seen = _run(walk, record, context, sources, swap)
+                *seen, applied = _run(walk, record, context, sources, swap)
             finally:
                 pop_hooks()
         finally:
@@ -51,13 +52,13 @@ def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
             values = list(store)
             store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
             use_lean(form)
-    now = list(map(_look, values))
-    if now != record.meta:
-        difference = difference or _difference_of(record.meta, now)
     if difference:
         raise errors.other_path(record.where, difference)
-    if now != record.meta:
-        _check_captured(record, [sources, walk.side, swap.put_in], values, now)
+    if record.dead or list(map(_look, values)) != record.meta:
+        values = [t.detach() for t in values]  # they would keep the graph
+        values = _by_number(record, values, dead(places))
+        _check_captured(record, [sources, walk.side, swap.put_in], values)
+    del applied  # until here its graph had to be there
     if context.verification is not None:  # at last, as what was said so far says more
         context.verification.compare(record, *seen)
     for j in record.stale:
@@ -68,7 +69,7 @@ def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
 def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap: Any) -> tuple[Any, ...]:
     """fn, then the rule: undone, and applied again if it saves tensors of its own.
 
-    Returns the sketch of what fn returned, that itself, and the target before the update and after it.
+    Returns the sketch of what fn returned, that itself, the target before the update and after it, and what apply made of it.
     """
     state, index, update, rule = walk.state, record.index, record.update, record.update.rule
     table = None if context.verification is None else context.verification.second
@@ -88,10 +89,11 @@ def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap:
         walk.at, walk.versions = record.number, None
     else:
         row = None if table is None else take(index, out, table)
+    applied = None
     if rule.saves:
         observe(index, update, [*sources, target], out)
-        apply(index, update, _target_again(record, target), out)
-    return row, out, target, changed
+        applied = apply(index, update, _target_again(record, target), out)
+    return row, out, target, changed, applied
 
 
 def _stored(walk: Walk, record: Record) -> list[Tensor | None]:
@@ -142,10 +144,11 @@ def _target_again(record: Record, target: Any) -> Any:
 # -- what it saved -----------------------------------------------------------------------------------------------------
 
 
-def _reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
+def _reader(store: list[Any], record: Record) -> Callable[[Place], Tensor]:
     """The unpack hook of a recomputation, for a fn that itself calls autograd.grad. The list is empty when that is over."""
 
-    def read(j: int) -> Tensor:
+    def read(place: Place) -> Tensor:
+        (j,) = place
         if j >= len(store):
             raise errors.ReplayError(
                 "a tensor that fn left behind while it was recomputed has no graph. Leave it `if not rg.replaying():`",
@@ -154,6 +157,18 @@ def _reader(store: list[Any], record: Record) -> Callable[[int], Tensor]:
         return store[j]
 
     return read
+
+
+def _by_number(record: Record, values: list[Any], gone: Sequence[int]) -> list[Any]:
+    """What was saved, at the numbers of the first run, or an error. Graphs that are gone need not be the same."""
+    then = [j for j in range(len(record.meta)) if j not in record.dead]
+    kept = [t for j, t in enumerate(values) if j not in gone]
+    if _difference_of([record.meta[j] for j in then], list(map(_look, kept))) is None:
+        found = dict(zip(then, kept, strict=True))
+        return [found.get(j) for j in range(len(record.meta))]
+    if difference := _difference_of(record.meta, list(map(_look, values))):
+        raise errors.other_path(record.where, difference)
+    return values
 
 
 def _difference_of(old: Sequence[Any], new: Sequence[Any]) -> str | None:
@@ -169,9 +184,9 @@ def _words(key: Any) -> str:
     return f"shape {tuple(shape)}, {dtype}, on {device}"
 
 
-def _check_captured(record: Record, own: Any, values: list[Any], now: list[Any]) -> None:
+def _check_captured(record: Record, own: Any, values: list[Any]) -> None:
     """A saved tensor with another version than in the first run, which is none of our own, was edited from outside."""
     homes = {home_of(t) for t in tensors(own)}
-    for old, new, t in zip(record.meta, now, values, strict=True):
-        if old != new and home_of(t) not in homes:
+    for old, t in zip(record.meta, values, strict=True):
+        if t is not None and old != _look(t) and home_of(t) not in homes:
             raise errors.changed_since(record.where, record.modules.name_of(t) or errors.held_tensor(t.shape))

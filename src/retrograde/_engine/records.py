@@ -39,6 +39,7 @@ class Record:
     drawn: tuple[list[Any], list[Any]] = ([], [])  # the states of the random generators before and after
     given: Any = None  # what was drawn itself, where generators cannot be read: inside a CUDA graph (cuda_graph.py)
     meta: Sequence[Any] = ()  # (shape, dtype, device, version at the end) of each tensor that fn saved
+    dead: Sequence[int] = ()  # numbers of those whose graph was gone when fn returned
     stale: Sequence[int] = ()  # numbers of those that fn edited afterwards
     row: list[float] | None = None  # the sketch of what fn returned, as far as it is on a CPU (sketch.py) …
     target_row: list[float] | None = None  # … and of the target before the update, for rules of users

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ class Verification:
         floats = [t.dtype for t in streams if t.is_floating_point() or t.is_complex()]
         eps = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
         self.drift = DRIFT[eps < 1e-10]
-        self.floor = FLOOR * min(eps, torch.finfo(torch.float32).eps)
+        self.drifting = Limits(*self.drift, FLOOR * min(eps, torch.finfo(torch.float32).eps), "drifting output")
         self.slack = SLACK[eps < 1e-10]
         self.table = self._table()
         self.tables: dict[int, tuple[Table, dict[int, Limits]]] = {}  # of recomputations, by graph task
@@ -97,7 +98,7 @@ class Verification:
         users = by_user(record.update.rule)
         if row is not None and row == record.row and not users and all(t.is_cpu for t in tensors(out)):
             return
-        limits = Limits(*self.drift, self.floor, "drifting output") if record.drifts else Limits(*_steady(out), 0.0, "output")
+        limits = self.drifting if record.drifts else Limits(*_steady(out), 0.0, "output")
         self._compare(record.index, record.row, row, limits, out, changed)
         if users and record.kept is None:
             at, limits = self.count + record.index, Limits(*self.drift, self.slack, "target")
@@ -106,8 +107,8 @@ class Verification:
     def _compare(self, at: int, first: Any, second: Any, limits: Limits, out: Any, stream: Any) -> None:
         """Leaf by leaf: a fault in a small one counts as much as in a large one."""
         if first is not None and second is not None and first != second:
-            pairs = list(zip(_leaves(first), _leaves(second), strict=True))
-            if any(a[PROJECTIONS:] != b[PROJECTIONS:] for a, b in pairs):
+            pairs = list(zip(_leaves(first), _leaves(second), strict=False))
+            if len(first) != len(second) or any(a[PROJECTIONS:] != b[PROJECTIONS:] for a, b in pairs):
                 self.report(at, math.inf, limits)
             elif any(_apart(a, b) > limits.warn / 16 * _norm(a) for a, b in pairs):  # else nobody needs to look closer
                 sizes, of = squares(out), squares(stream) if limits.floor else []
@@ -126,21 +127,28 @@ class Verification:
             with _LOCK:
                 _WAITING.append(case)
 
-    def report(self, at: int, far: float, limits: Limits, late: bool = False) -> None:
-        """An error, or one warning per program."""
-        index = at % self.count
-        where, serious = errors.at(index, self.program.updates[index]), far > limits.error
-        if limits.what == "target":
-            error = errors.wrong_undo(where, far, late)
-        elif serious:
-            error = errors.other_value(where, far, limits.what == "drifting output", late)
-        else:
-            error = errors.drifted(where, far)
-        if serious and self.verify == "error":
-            raise error
-        if not self.program.notes.get("warned"):
-            self.program.notes["warned"] = True
-            warnings.warn(str(error), stacklevel=2)
+    def where(self, at: int) -> str:
+        return errors.at(at % self.count, self.program.updates[at % self.count])
+
+    def report(self, at: int, far: float, limits: Limits) -> None:
+        _report(self.program, self.verify, self.where(at), far, limits)
+
+
+def _report(program: Any, verify: str, where: str, far: float, limits: Limits, late: bool = False) -> None:
+    """An error, or one warning per program."""
+    serious = far > limits.error
+    if limits.what == "target":
+        error = errors.wrong_undo(where, far, late)
+    elif serious:
+        error = errors.other_value(where, far, limits.what == "drifting output", late)
+    else:
+        error = errors.drifted(where, far)
+    if serious and verify == "error":
+        raise error
+    notes = {} if program is None else program.notes
+    if not notes.get("warned"):
+        notes["warned"] = True
+        warnings.warn(str(error), stacklevel=2)
 
 
 def _steady(out: Any) -> tuple[float, float]:
@@ -170,7 +178,7 @@ def settle(program: Any) -> None:
     """Decide the cases of this program, and all others that have arrived. The first error is raised; later calls go on."""
     if capturing():  # nobody may ask an event then
         return
-    while case := next((case for case in _WAITING if case.of.program is program or case.arrived()), None):
+    while case := next((case for case in _WAITING if case.program() is program or case.arrived()), None):
         with _LOCK:
             if case not in _WAITING:
                 continue
@@ -179,10 +187,11 @@ def settle(program: Any) -> None:
 
 
 class _Case:
-    """The tables of a forward pass and of a backward pass, on their way to the host."""
+    """The tables of a forward pass and of a backward pass, on their way to the host. They keep no program alive."""
 
     def __init__(self, of: Verification, again: Table, wanted: dict[int, Limits]):
-        self.of, self.wanted = of, wanted
+        self.program, self.verify, self.count = weakref.ref(of.program), of.verify, of.count
+        self.wanted = {at: (limits, of.where(at)) for at, limits in wanted.items()}
         devices = [device for device in again.on if device in of.table.on]
         self.tables = [(_to_host(of.table.on[device]), _to_host(again.on[device])) for device in devices]
         self.events = [torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"]
@@ -196,14 +205,15 @@ class _Case:
             event.synchronize()
         pairs = [(first.tolist(), second.tolist()) for first, second in self.tables]
         has_nan = any(row[-1] for first, _ in pairs for row in first)  # gradients are NaN as well, there is nothing to report
-        found, rows = [], self.of.table.count
-        for at in sorted(self.wanted, key=lambda at: (-(at % self.of.count), at)):
-            limits = self.wanted[at]
+        found, rows = [], 2 * self.count
+        for at in sorted(self.wanted, key=lambda at: (-(at % self.count), at)):
+            limits, where = self.wanted[at]
             far = max((_far(first[at::rows], second[at::rows], limits.floor) for first, second in pairs), default=0.0)
             if far > limits.warn and not (has_nan and math.isinf(far)):
-                found.append((at, far, limits))
+                found.append((where, far, limits))
         if found:
-            self.of.report(*next((one for one in found if one[1] > one[2].error), found[0]), late=True)
+            first = next((one for one in found if one[1] > one[2].error), found[0])
+            _report(self.program(), self.verify, *first, late=True)
 
 
 def _far(first: list[list[float]], second: list[list[float]], floor: float) -> float:
