@@ -82,6 +82,8 @@ class Planner:
 
     def fixed(self, sizes: Sizes, way: str = "reverse") -> dict[str, int]:
         """What does not depend on the way; a step of this one is traced for it."""
+        if self.setting["model"] is None:  # parameters of blocks are the same for every input
+            sizes = sizes[0], self.setting["seq"], self.setting["batch"]
         count = OPTIMIZERS[self.setting["optimizer"]][0]
         own, trainable, buffers = (
             self.along(way, sizes, lambda t, name=name: getattr(t, name)) for name in ("parameters", "trainable", "buffers")
@@ -182,6 +184,8 @@ class Between(Planner):
 
     def trace(self, way: Any, depth: int, seq: int, batch: int) -> Traced:
         key = (way, depth, seq, batch)
+        if key in self.planner.known:
+            return self.planner.known[key]
         if key not in self.known:
             steps = [self.planner.trace(way, depth, *sizes[1:]) for sizes in self.traced]
             self.known[key] = steps[-1].along(steps[0], self.share(seq, batch))

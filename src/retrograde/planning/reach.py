@@ -15,7 +15,8 @@ ABOVE, BELOW = 0.05, 0.02  # how near is next to a step that fits, and to one th
 
 def deepest(planner: Planner, way: str, sizes: Sizes) -> int:
     """The largest depth that fits, 0 where none does."""
-    return _bisected(lambda depth: _fits(planner, way, (depth, *sizes[1:])), MOST)
+    most = deepest(planner, "reverse", sizes) if _what_is_left(planner, way) else MOST
+    return _bisected(lambda depth: _fits(planner, way, (depth, *sizes[1:])), most)
 
 
 def longest(planner: Planner, way: str, sizes: Sizes) -> int:
@@ -34,14 +35,19 @@ def _fits(planner: Planner, way: str, sizes: Sizes) -> bool:
     return _cost(planner, way, sizes) <= planner.setting["room"]
 
 
+def _what_is_left(planner: Planner, way: str) -> bool:
+    """Whether it is a budget that is not given: it goes no further than reverse."""
+    return way == "budget" and not planner.setting["budget"]
+
+
 def _cost(planner: Planner, way: str, sizes: Sizes) -> int:
-    """The peak. A budget goes as far as reverse, or less by what it wants to keep free; one that is given, no further than where
-    it is too small, which is a part of the room here as well, so that both rise on lines."""
+    """The peak. A budget needs what it wants to keep free; one that is given goes no further than where it is too small, which
+    is a part of the room here as well, so that both rise on lines."""
     if way != "budget":
         return planner.at(way, sizes).peak
     least, given, room = planner.least_budget(sizes), planner.setting["budget"], planner.setting["room"]
     if not given:
-        return max(planner.at("reverse", sizes).peak, least + planner.beside_budget(sizes))
+        return least + planner.beside_budget(sizes)
     part = math.ceil(least / given * room)
     if least > given:
         return part
@@ -66,8 +72,11 @@ def _largest(planner: Planner, way: str, sizes: Callable[[int], Sizes], start: i
     Traced steps say where the limit should be, and a step is traced there, until the limit is next to one that was traced.
     """
     room = planner.setting["room"]
-    looked = [max(unit, start // unit * unit)]
-    low, high = 0, CAP * looked[0]  # fits, does not
+    most = _largest(planner, "reverse", sizes, start, unit) if _what_is_left(planner, way) else CAP * max(unit, start)
+    if not most:
+        return 0
+    looked = [min(most, max(unit, start // unit * unit))]
+    low, high = 0, most + unit  # fits, does not
     for _ in range(TRIES):
         at = looked[-1]
         fits = _cost(planner, way, sizes(at)) <= room
