@@ -248,12 +248,12 @@ def test_the_longest_sequence_where_memory_grows_as_its_square(here, way):
     assert plan.at(way, (9, found, 2)).peak <= 1.01 * plan.setting["room"] < plan.at(way, (9, round(1.04 * found), 2)).peak
 
 
-@pytest.mark.parametrize(("reach", "way"), [(longest, "store"), (widest, "reverse")])
-def test_few_steps_are_traced(reach, way):
-    """They are what a plan takes time for. Two depths at the size that is given, and at one or two others."""
+@pytest.mark.parametrize("way", ["store", "budget"])
+def test_few_steps_are_traced(way):
+    """They are what a plan takes time for: two depths at the size that is given and at one or two others, and for a budget."""
     plan = Planner(setting_of(Options(**SMALL | {"depth": 24, "gpu_memory": "24MiB"})))
-    assert reach(plan, way, (24, 64, 2)) > 1
-    assert len(plan.known) <= {"store": 4, "reverse": 6}[way]
+    assert longest(plan, way, (24, 64, 2)) > 64
+    assert len(plan.known) <= {"store": 4, "budget": 8}[way]
 
 
 @pytest.mark.parametrize(("reach", "which"), [(longest, 1), (widest, 2)])
