@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-peers test-integrations docs lint format clean
+.PHONY: demo test test-slow test-peers test-integrations docs dist lint format clean
 
 demo: .venv/installed  # a second thread gains a third on such small tensors, and costs five times that on a busy machine
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
@@ -19,6 +19,12 @@ test-peers: .venv/peers
 
 docs: .venv/installed  # into site/; open site/index.html. A warning is an error (with --quiet none would be counted)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: .venv/installed  # wheel and sdist, into dist/; the wheel is made from the sdist, and tried outside of this folder
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	$(BIN)/python tests/try_wheel.py dist/*.whl
+	ls -l dist
 
 test-integrations: .venv-integrations/installed
 	.venv-integrations/bin/python -m pytest -q -m integrations tests/integrations
@@ -49,4 +55,4 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-integrations site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations dist site .pytest_cache .ruff_cache .hypothesis

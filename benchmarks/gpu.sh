@@ -1,6 +1,6 @@
 #!/bin/sh
 # What docs/speed.md says of a GPU, measured again: `benchmarks/gpu.sh FOLDER` takes about a quarter of an hour on an H200 and leaves a
-# report of each part in the folder. Name parts to run these alone: `benchmarks/gpu.sh FOLDER depth small`.
+# report of each part in the folder. It needs torch alone. Name parts to run these alone: `benchmarks/gpu.sh FOLDER depth small`.
 # `peers` compares with reformer-pytorch where that is installed (pip install '.[peers]').
 set -eu
 cd "$(dirname "$0")/.."
@@ -13,7 +13,7 @@ today=$(date +%F)
 bench() { # NAME OPTIONS: one comparison, in files of that name
     name=$today-bench-$1-gpu
     shift
-    PYTHONPATH=src "${PYTHON:-python3}" -m retrograde bench --device cuda --json "$folder/$name.json" "$@"
+    PYTHONPATH=src "${PYTHON:-python3}" -m retrograde.bench --device cuda --json "$folder/$name.json" "$@"
 }
 large() {
     bench "$@" --dim 1024 --heads 16 --seq 4096 --batch 4 --rounds 10
@@ -26,7 +26,7 @@ for part in ${@:-depth frontier peers small whole}; do
     frontier) # time at every memory size, against torch's partitioner
         for depth in 24 48; do
             large frontier-$depth --depth $depth --variants 'partition-0.[35]' 'budget-*-compiled' reverse-compiled \
-                --budget 1GiB 2GiB 3GiB 4GiB 8GiB --plot "$folder/frontier-$depth.png"
+                --budget 1GiB 2GiB 3GiB 4GiB 8GiB
         done ;;
     peers) large peers --depth 12 --variants reformer reverse ;;
     small) # the whole step in a CUDA graph

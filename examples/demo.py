@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,8 @@ OUT = Path("demo-output")
 
 def kept(console: Console, options: list[str]) -> None:
     """A step of the model that was trained, and of shallower and deeper ones."""
-    depth, width = (int(options[options.index(name) + 1]) if name in options else None for name in ("--depth", "--width"))
+    given = {name: int(value) for name, value in pairwise(options) if name in ("--depth", "--dim", "--width")}
+    depth, width = given.get("--depth"), given.get("--dim", given.get("--width"))
     settings = settle(device="cpu", depth=depth, width=width)
     policies = ("store", "checkpoint", "reverse")
     table = Table("depth", *policies)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from test_imports import loaded_by
 
+from retrograde._base.report import save
 from retrograde.bench import depth as bench
 from retrograde.bench import exact, language, training
 from retrograde.bench.measure import in_turns
 from retrograde.bench.overhead import overhead
-from retrograde.bench.report import Report, save
+from retrograde.bench.report import Report
 
 TINY = ["--device", "cpu", "--width", "16", "--heads", "2", "--length", "32", "--batch", "2", "--depths", "3,9", "--rounds", "2"]
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -19,15 +19,18 @@ from test_docs import ROOT
 from test_imports import environment, loaded_by
 
 import retrograde
+from retrograde._base.report import save
 from retrograde.bench import compare, worker
+from retrograde.bench.__main__ import main, make_parser
 from retrograde.bench.compare import Comparison, Found, Measured, compare_gradients, end
 from retrograde.bench.kernels import kind_of
 from retrograde.bench.measure import Timing
 from retrograde.bench.meter import LiveBytes, peak_on_cpu
-from retrograde.bench.report import save
+from retrograde.bench.setting import setting_of, variants_of
 from retrograde.bench.sketch import error, sketch
 from retrograde.bench.variants import PEERS, Variant, chosen, installed, variants
 from retrograde.cli import app
+from retrograde.cli.bench import Options
 from retrograde.cli.bench_table import doubts, notes, table
 from retrograde.cli.parse import parsed
 from retrograde.cli.screen import console
@@ -414,8 +417,6 @@ def test_workers_need_torch_alone():
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "bench.md"], ids=lambda page: page.name)
 def test_commands_in_the_documentation_are_accepted(page):
-    from retrograde.cli.bench import Options, setting_of, variants_of
-
     commands = re.findall(r"^(?:\$ )?retrograde bench(.*)", page.read_text(), re.MULTILINE)
     assert commands
     for command in commands:
@@ -426,8 +427,6 @@ def test_commands_in_the_documentation_are_accepted(page):
 
 def test_the_script_for_a_gpu(tmp_path):
     """Its commands are accepted, in files of their own; a part that is not there is told."""
-    from retrograde.cli.bench import Options, variants_of
-
     echo = tmp_path / "echo"
     echo.write_text(f"""#!{sys.executable}\nimport shlex, sys\nprint(shlex.join(sys.argv[1:]))\n""")
     echo.chmod(0o755)
@@ -440,9 +439,9 @@ def test_the_script_for_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     files = []
     for line in done.stdout.splitlines():
-        start, _, command = line.partition(" bench ")
-        assert start == "-m retrograde"
-        options = parsed(Options, shlex.split(command), "retrograde bench")
+        start, _, command = line.partition(" --")
+        assert start == "-m retrograde.bench"
+        options = make_parser().parse_args(shlex.split(f"--{command}"))
         assert len(variants_of(options, "cuda")) > 2
         files.append(options.json)
     assert len(files) == len(set(files)) == 7
@@ -451,6 +450,23 @@ def test_the_script_for_a_gpu(tmp_path):
         refused = script(*[tmp_path / name if name == "out" else name for name in arguments])
         assert refused.returncode == 2
         assert said in refused.stderr
+
+
+def test_the_command_where_torch_is_all_there_is(tmp_path, capsys):
+    """The same report as `retrograde bench` writes; nothing that it loads comes with an extra."""
+    path = tmp_path / "bench.json"
+    assert main([*SIZES, "--variants", "reverse", "--json", str(path)]) == 0
+    assert [row.variant for row in Comparison.load(path).rows] == ["ordinary", "reverse"]
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["2", "reverse"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["--dim", "10", "--heads", "4"])
+    assert capsys.readouterr().err == "python -m retrograde.bench: --dim 10 is not a multiple of --heads 4\n"
+    assert not loaded_by("import retrograde.bench.__main__") & {"tyro", "rich", "matplotlib"}
+
+
+def test_both_commands_take_the_same_options():
+    own = {action.dest for action in make_parser()._actions} - {"help"}
+    assert own == {field.name for field in fields(Options)} - {"plot", "plot_depth", "traceback"}
 
 
 def names(patterns):

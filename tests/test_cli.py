@@ -11,9 +11,10 @@ import pytest
 from test_imports import environment, loaded_by
 
 import retrograde
-from retrograde.bench.report import as_json, size
+from retrograde._base.given import at_least, byte_size, writable
+from retrograde._base.loading import Refused, called, load, told
+from retrograde._base.report import as_json, size
 from retrograde.cli import app
-from retrograde.cli.given import Refused, at_least, byte_size, called, load, told, writable
 
 
 def retrograde_command(*arguments, cwd=None):
@@ -65,8 +66,9 @@ def test_every_command_has_its_version(name, capsys):
         (["drift", "block:attn"], "'block:attn' is one argument too many, give it with --block (see retrograde drift --help)"),
         (["bench", "block:attn"], "'block:attn' is one argument too many, give it with --block (see"),
         (["bench", "--depth"], "--depth needs a value"),
+        (["train", "--width", "wide"], "--dim 'wide' is not a whole number (see retrograde train --help)"),
         (["train", "--lr", "fast"], "--lr 'fast' is not a number (see retrograde train --help)"),
-        (["train", "--precision", "bf61"], "--precision 'bf61' is not one of: auto, float32, bf16, did you mean bf16?"),
+        (["train", "--precision", "bf61"], "--dtype 'bf61' is not one of: auto, float32, bf16, bfloat16, did you mean bf16?"),
         (["bench", "--plot", "x.foo"], "--plot x.foo: pictures end in .png, .svg or .pdf"),
         (["train", "--plot", "x.foo"], "--plot x.foo: pictures end in .png, .svg or .pdf"),
     ],
@@ -216,7 +218,7 @@ def test_load_finds_modules_here(here):
         ("nowhere:good", "no module 'nowhere'"),
         ("factories.deeper:good", "factories.deeper"),
         ("factories:better", "factories has no 'better'"),
-        ("factories:WIDTH", "is a int, not a function"),
+        ("factories:WIDTH", "is an int, not a function"),
         ("broken:good", "importing broken fails: ModuleNotFoundError: No module named 'nowhere_at_all'"),
         ("unread:good", "importing unread fails: SyntaxError"),
     ],

@@ -54,7 +54,9 @@ def test_train_then_sample(tmp_path, capsys):
     ("more", "message"),
     [
         ({"depth": 0}, "--depth must be 1 or more, got 0"),
-        ({"width": 18}, "--width 18 is not a multiple of twice the heads, 2"),
+        ({"width": 18}, "--dim 18 is not a multiple of twice the heads, 2"),
+        ({"dim": 18}, "--dim 18 is not a multiple of twice the heads, 2"),
+        ({"seq": 100_000}, "bytes to train on in"),
         ({"steps": "many"}, "many"),
         ({"batch": -4}, "--batch must be 1 or more, got -4"),
         ({"lr": "nan"}, "--lr must be 0 or more, got nan"),

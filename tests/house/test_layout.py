@@ -24,8 +24,8 @@ ORDER = [
     {"transformer"},
     {"_compile", "check"},
     {"compat", "models", "integrations"},
-    {"training", "bench"},
-    {"planning"},
+    {"training", "planning"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

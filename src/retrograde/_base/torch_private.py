@@ -129,6 +129,11 @@ def fake_mode() -> Any:
     return FakeTensorMode
 
 
+def fake_device(t: Any) -> torch.device:
+    """The device of a fake tensor, as its mode tells it inside and outside of an operation. Without it: ask the mode, slowly."""
+    return torch.device("meta") if t.fake_mode.in_kernel_invocation else t.fake_device
+
+
 def schema_of(func: Any) -> Any:
     """The arguments and returns of an operation, with their names, defaults and whether they are written to."""
     return func._schema

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import retrograde
 
+from .._base.report import counted
 from .measure import Timing
 from .report import Report
 from .sketch import Sketch, error
@@ -40,6 +41,7 @@ class Found:
     kernels: dict[str, float] | None = None  # seconds of a step by kind of work, where a profile was asked for
     gradient_error: float | None = None  # relative, against `reference`; None where there is none
     reference: str | None = None
+    traceback: str | None = None  # of an error in the worker
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Comparison(Report):
 
     def what(self) -> str:
         s = self.setting
-        net = s["block"] or f"width {s['dim']}, {s['heads']} heads"
+        net = s["block"] or f"width {s['dim']}, {counted(s['heads'], 'head')}"
         precision = s["dtype"] if s["autocast"] == "none" else f"{s['dtype']} with {s['autocast']} autocast"
         return f"{net}, input {' × '.join(map(str, s['shape']))}, {precision}, gradient buffers kept"
 

@@ -19,10 +19,11 @@ from torch import Tensor
 
 import retrograde as rg
 
+from .._base.meter import LiveBytes, peak_on_cuda
+from .._base.report import origin, save
 from .measure import in_turns
-from .meter import LiveBytes, peak_on_cuda
 from .model import checkpointed, transformer, under
-from .report import Report, Row, origin, save
+from .report import Report, Row
 
 PROG = "python -m retrograde.bench.depth"
 DEFAULTS: dict[str, dict[str, Any]] = {

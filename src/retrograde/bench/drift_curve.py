@@ -22,9 +22,9 @@ import retrograde as rg
 from retrograde._engine.run import instead
 from retrograde.check.gradients import Drift, short
 
+from .._base.report import counted, origin, save
+from ..models.blocks import mlp
 from .depth import Parser, counts
-from .model import mlp
-from .report import origin, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,8 +71,9 @@ class Curve:
             raise ValueError(f"{path} is not a report of this command ({type(error).__name__}: {error})") from error
 
     def where(self) -> str:
-        threads = "1 thread" if self.machine["threads"] == 1 else f"{self.machine['threads']} threads"
-        return f"{self.machine['device']}, {threads}, torch {self.machine['torch']}, {self.date}"
+        return (
+            f"{self.machine['device']}, {counted(self.machine['threads'], 'thread')}, torch {self.machine['torch']}, {self.date}"
+        )
 
     def what(self) -> str:
         """The net, in a line."""
@@ -155,7 +156,7 @@ def new_figure() -> Figure:
 
 def clean(axes: Axes, floor: float, top: float) -> None:
     """A logarithmic axis from `floor`, which stands for 0, to `top`."""
-    from .picture import FAINT, INK
+    from .._base.picture import FAINT, INK
 
     axes.set_yscale("log")
     axes.set_ylim(floor / 2, top)
@@ -173,7 +174,7 @@ def clean(axes: Axes, floor: float, top: float) -> None:
 def draw_curve(curve: Curve, path: Path) -> None:
     """Gradient error against depth: a panel for each gain, a line for each dtype, and exact at the bottom."""
     figure = new_figure()
-    from .picture import FAINT, INK, save_png
+    from .._base.picture import FAINT, INK, save_png
 
     errors = [row.error for row in curve.rows if row.error]
     floor, top = min(errors, default=1e-9) / 30, max(*errors, 0.25, 0) * 4
@@ -193,7 +194,7 @@ def draw_curve(curve: Curve, path: Path) -> None:
 
 
 def _panel(axes: Axes, lines: dict[tuple[str, int, str], dict[int, float | None]], floor: float) -> None:
-    from .picture import INK
+    from .._base.picture import INK
 
     depths = sorted({depth for points in lines.values() for depth in points})
     axes.set_xscale("log", base=2)
@@ -225,7 +226,7 @@ def _label(axes: Axes, ends: dict[str, tuple[float, str]], x: float) -> None:
 def draw_updates(found: Drift, path: Path) -> None:
     """Drift update by update: relative error of the recovered sources, and of the gradients of each update's parameters."""
     figure = new_figure()
-    from .picture import FAINT, INK, save_png
+    from .._base.picture import FAINT, INK, save_png
 
     lines = {
         "sources": ([row.relative for row in found.rows], "#1d4ed8"),

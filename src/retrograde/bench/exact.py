@@ -19,9 +19,9 @@ from retrograde._exact import cuda as fused
 from retrograde._exact import streams as exact
 from retrograde._exact.range import Ledger
 
+from .._base.report import origin, save
 from .measure import Timing, in_turns
 from .model import transformer
-from .report import origin, save
 
 SIZES = {
     "cpu": {"width": 64, "heads": 4, "length": 128, "batch": 4, "depth": 24, "rounds": 10},

@@ -16,13 +16,14 @@ import torch
 
 import retrograde as rg
 
+from .._base.meter import LiveBytes, peak_on_cuda
+from .._base.report import origin, save, size
+from ..models.blocks import DTYPES
 from ..planning.predict import Planner
 from ..planning.trace import loss_of
 from .depth import Parser, count, counts, release
-from .meter import LiveBytes, peak_on_cuda
 from .model import transformer
-from .report import Report, origin, save, size
-from .subject import DTYPES
+from .report import Report
 
 PROG = "python -m retrograde.bench.foretold"
 POLICIES = ("store", "checkpoint", "reverse", "budget")

@@ -15,9 +15,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from .._base.picture import FAINT, INK, color_of, save_png
 from .compare import Comparison, Found
 from .measure import Timing
-from .picture import FAINT, INK, color_of, draw, save_png
+from .picture import draw
 from .report import Row
 
 PROG = "python -m retrograde.bench.frontier"

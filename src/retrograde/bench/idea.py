@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .picture import COLORS, FAINT, INK, save_png
+from .._base.picture import COLORS, FAINT, INK, save_png
 
 PROG = "python -m retrograde.bench.idea"
 UPDATES = ("f", "g", "f′", "g′")  # f and f′ change x1, the others x2

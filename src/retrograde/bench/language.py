@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from .._base.meter import LiveBytes
+from .._base.report import origin, save, size
 from ..models.language import Language
 from ..optimizer import step_in_backward
 from ..training.memory import kept_by
 from ..training.state import make_optimizer
 from .measure import in_turns
-from .meter import LiveBytes
-from .report import origin, save, size
 
 POLICIES = ("store", "checkpoint", "reverse")
 SIZES = {"width": 1024, "heads": 16, "context": 8192, "batch": 4, "rounds": 4}

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 
-
-class Attention(nn.Module):
-    """Causal self-attention with a norm in front."""
-
-    def __init__(self, width: int, heads: int = 2):
-        super().__init__()
-        self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        batch, length, width = x_BLD.shape
-        q, k, v = self.qkv(self.norm(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-
-
-def mlp(width: int) -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+from ..models.blocks import Attention, mlp
 
 
 def transformer(depth: int, width: int, heads: int = 2) -> rg.ReversibleSequence:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._base.report import counted
 from .depth import Parser, count
 from .measure import Timing, in_turns
 from .model import checkpointed, transformer, under
@@ -46,7 +47,8 @@ def main() -> None:
     depth, rounds = args.depth, max(args.rounds, 2)
     times = overhead(depth, rounds)
     reverse = times["reverse"].median
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, depth {depth}, {rounds} rounds, medians of a step")
+    threads = counted(torch.get_num_threads(), "thread")
+    print(f"torch {torch.__version__}, {threads}, depth {depth}, {rounds} rounds, medians of a step")
     for name, timing in times.items():
         per_update = timing.median / (2 * depth) * 1e6
         spread = f"quartiles {timing.low / timing.median:.2f} to {timing.high / timing.median:.2f}"

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import platform
-import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
-
+from .._base.report import as_json, beside, counted, machine, origin, save, size
 from .measure import Timing
+
+__all__ = ["Report", "Row", "as_json", "beside", "machine", "origin", "save", "size"]
 
 
 @dataclass
@@ -49,14 +45,16 @@ class Report:
     def where(self) -> str:
         """The machine and the date, in a line."""
         m = self.machine
-        threads = "" if self.setting["device"] == "cuda" else f", {m['threads']} threads"
+        threads = "" if self.setting["device"] == "cuda" else f", {counted(m['threads'], 'thread')}"
         return f"{m['device']}{threads}, torch {m['torch']}, {self.date}"
 
     def what(self) -> str:
         """The sizes, in a line."""
         s = self.setting
         grads = "gradient buffers kept" if s["grads"] == "kept" else "gradients start as None"
-        return f"width {s['width']}, {s['heads']} heads, {s['batch']} × {s['length']} tokens, {s['precision']}, {grads}"
+        return (
+            f"width {s['width']}, {counted(s['heads'], 'head')}, {s['batch']} × {s['length']} tokens, {s['precision']}, {grads}"
+        )
 
     def table(self) -> str:
         over = "over the start" if self.setting["grads"] == "none" else "activations"
@@ -70,51 +68,3 @@ class Report:
                 f"{t.median * 1e3:>7.1f} ms {t.low * 1e3:>7.1f} to {t.high * 1e3:>6.1f} ms {ratio:>9}"
             )
         return "\n".join(lines)
-
-
-def size(count: float) -> str:
-    """Bytes in words.
-
-    >>> size(3 * 2**30), size(2**20), size(100 * 2**10)
-    ('3.00 GiB', '1.0 MiB', '100.0 KiB')
-    """
-    if count >= 2**30:
-        return f"{count / 2**30:.2f} GiB"
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 or not count else f"{count / 2**10:.1f} KiB"
-
-
-def machine(device: str) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def origin(device: str, prog: str, argv: Sequence[str]) -> dict[str, Any]:
-    """What every report begins with: the machine, the date and the command."""
-    return {"machine": machine(device), "date": date.today().isoformat(), "command": shlex.join([*prog.split(), *argv])}
-
-
-def save(path: Path, report: Any) -> None:
-    with beside(path) as part:
-        part.write_text(as_json(report), encoding="utf-8")
-
-
-def as_json(report: Any) -> str:
-    """Numbers that are not finite become null, as JSON has none."""
-    plain = json.loads(json.dumps(report, default=vars), parse_constant=lambda _: None)
-    return json.dumps(plain, indent=1) + "\n"
-
-
-@contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """A path to write to, renamed to `path` once all is written: there is never half a file."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        yield part
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import beside, size
+from .._base.report import beside, counted, size
 
 PROG = "python -m retrograde.bench.results"
 MOST = 40  # rows that a reader looks through
@@ -51,7 +51,7 @@ def _section(path: Path) -> str:
             lines += [*_table(rows), ""]
         else:
             elsewhere = SHOWN.get(path.stem[11:].partition("-")[0])
-            lines += [f"{len(rows)} rows, in the file{f'; [a table of them]({elsewhere})' if elsewhere else ''}.", ""]
+            lines += [f"{counted(len(rows), 'row')}, in the file{f'; [a table of them]({elsewhere})' if elsewhere else ''}.", ""]
     return "\n".join(lines)
 
 
@@ -87,7 +87,9 @@ def readable(rows: Sequence[dict[str, Any]]) -> bool:
 
 def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
     columns = list(
-        dict.fromkeys(name for row in rows for name in row if row[name] is not None and name not in ("detail", "reference"))
+        dict.fromkeys(
+            name for row in rows for name in row if row[name] is not None and name not in ("detail", "reference", "traceback")
+        )
     )
     cells = [[_cell(name, row.get(name)) for name in columns] for row in rows]
     titles = [TITLES.get(name, name.replace("_", " ")) for name in columns]

@@ -12,28 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import retrograde as rg
 
 from .._base.torch_private import compiler_config
-from ..cli.given import Refused, load, sized
-from .model import Attention, mlp
+from ..models.blocks import DTYPES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 Forward = Callable[[Tensor], Tensor]
-
-
-def factory_of(setting: dict[str, Any]) -> Callable[[], Any]:
-    """Makes one block (f, g) per call: attention and an MLP, or what the user's factory returns."""
-    spec, dim = setting["block"], setting["dim"]
-    if spec is None:
-        return lambda: (Attention(dim, setting["heads"]), mlp(dim))
-    return sized(spec, "--block", load(spec, "--block"), {"dim": dim, "heads": setting["heads"]})
-
-
-def net_of(setting: dict[str, Any], depth: int) -> rg.ReversibleSequence:
-    make = factory_of(setting)
-    try:
-        net = rg.ReversibleSequence([make() for _ in range(depth)])
-    except rg.ProgramError as error:
-        raise Refused(f"--block {setting['block']} must return (f, g), or a module with f and g: {error}") from error
-    return net.to(setting["device"], DTYPES[setting["dtype"]])
 
 
 def input_of(setting: dict[str, Any]) -> Tensor:

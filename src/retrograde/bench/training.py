@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._base.report import counted, origin, save
 from ..models.language import Language
 from ..training.data import Text, open_data
-from .report import origin, save
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LR, ROWS = 2e-3, 8
@@ -85,7 +85,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def draw(report: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from .picture import FAINT, INK, save_png
+    from .._base.picture import FAINT, INK, save_png
 
     figure = Figure(figsize=(7, 4), dpi=200, facecolor="white")
     for i, dtype in enumerate(DTYPES):
@@ -102,7 +102,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         0.02, 0.93, "Held-out bits per byte: ordinary training, exact and float reversal", color=INK, fontsize=11.5, weight="bold"
     )
     s, m = report["setting"], report["machine"]
-    what = f"{s['depth']} blocks of width {s['width']}, {s['seeds']} seeds each"
+    what = f"{counted(s['depth'], 'block')} of width {s['width']}, {counted(s['seeds'], 'seed')} each"
     figure.text(
         0.02, 0.02, f"{what}\n{m['device']}, torch {m['torch']}, {report['date']}", color=FAINT, fontsize=7, linespacing=1.4
     )

@@ -19,9 +19,9 @@ from retrograde._exact import cuda as fused
 from retrograde._exact.range import Ledger
 from retrograde._exact.sketch import COLUMNS, Table, take
 
+from .._base.report import origin, save
 from .measure import Timing, in_turns
 from .model import transformer
-from .report import origin, save
 
 SIZES = {
     "cpu": {"width": 512, "heads": 8, "length": 512, "batch": 2, "depth": 8, "rounds": 10},

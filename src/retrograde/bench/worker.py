@@ -14,18 +14,20 @@ import random
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..cli.given import Refused, told
+from .._base.loading import Refused, told
+from .._base.meter import peak_on_cpu, peak_on_cuda
+from ..models.blocks import DTYPES, net_of
 from .kernels import kernel_seconds
 from .measure import in_turns
-from .meter import peak_on_cpu, peak_on_cuda
 from .sketch import sketch
-from .subject import DTYPES, forward_of, input_of, net_of, preallocate
+from .subject import forward_of, input_of, preallocate
 
 BURN_IN = 6  # a budget over compiled functions needs as many steps to settle
 
@@ -107,12 +109,13 @@ def outcome(asked: dict[str, Any]) -> dict[str, Any]:
     """What was measured, or {"failed": in a word or two, "detail": in a line}."""
     try:
         return measure(asked["setting"], asked["variant"], asked["depth"])
-    except Refused as refusal:
-        return {"failed": "refused", "detail": str(refusal)}
     except Exception as error:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
-            return {"failed": "out of memory", "detail": told(error, 600)}
-        return {"failed": type(error).__name__, "detail": told(error, 600)}
+        found = {"failed": type(error).__name__, "detail": told(error, 600), "traceback": traceback.format_exc()}
+        if isinstance(error, Refused):
+            found |= {"failed": "refused", "detail": str(error)}
+        elif isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+            found["failed"] = "out of memory"
+        return found
 
 
 def leave_with_parent() -> None:

@@ -1,6 +1,7 @@
 """The command `retrograde`: finds the module of the command that is asked for, and says in one line what went wrong.
 
-A command is a module with a dataclass `Options`, whose docstring and fields are its help, and `run(options) -> exit code`.
+A command is a module with a dataclass `Options`, whose docstring and fields are its help, and `run(options) -> exit code`. It may
+have `OLD_NAMES`, of options that have another name now.
 """
 
 from __future__ import annotations
@@ -8,20 +9,21 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
 from .. import __version__
-from .given import Refused
+from .._base.loading import Refused
 from .parse import nearest, parsed
 
 COMMANDS = {  # name: what it does; the module has the same name
     "bench": "compare time, memory and gradients of your block under every way to train it",
-    "plan": "tell what fits into the memory of a GPU, and whether reversal is worth it, without running anything",
+    "plan": "predict what fits into the memory of a GPU, and whether reversal is worth it, without running anything",
     "train": "train a deep language model on your text, or on the sources of Python's standard library",
-    "sample": "let a model that was trained write",
-    "check": "is your block or net sound: does it repeat exactly, do its gradients agree, how far does it drift",
-    "drift": "how far recovered streams and gradients drift, by depth, precision and arithmetic",
+    "sample": "generate text from a trained model",
+    "check": "check that your block or net is sound: that it repeats exactly and its gradients agree",
+    "drift": "measure how far recovered streams and gradients drift, by depth, precision and arithmetic",
 }
 EXTRAS = {"tyro", "rich", "matplotlib", "PIL"}  # of retrograde[cli]
 MISUSED, INTERRUPTED = 2, 130
@@ -38,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except Refused as refusal:
+        if "--traceback" in argv and refusal.__cause__:
+            traceback.print_exception(refusal.__cause__)
         return _say(str(refusal), MISUSED)
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
@@ -59,7 +63,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "retrograde COMMAND --help says more, --version which one this is",
+            "retrograde COMMAND --help lists its options, retrograde --version prints the version",
         ]
     )
 
@@ -79,7 +83,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     import_module("tyro")  # a missing extra is told before a command loads its own
     command = import_module(f"{__package__}.{name}")
-    return command.run(parsed(command.Options, rest, f"retrograde {name}")) or 0
+    old_names = getattr(command, "OLD_NAMES", {})
+    return command.run(parsed(command.Options, rest, f"retrograde {name}", old_names)) or 0
 
 
 def _say(message: str, code: int) -> int:

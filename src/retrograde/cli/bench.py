@@ -5,21 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from .._base.given import picture, writable
+from .._base.report import origin
 from ..bench.compare import Comparison, Measured, compare_gradients, measure_all, versions
-from ..bench.report import origin
-from ..bench.subject import net_of
-from ..bench.variants import Variant, chosen, variants
+from ..bench.setting import setting_of, variants_of
+from ..bench.variants import Variant
+from ..models.blocks import net_of
 from .bench_table import doubts, kernels, notes, table
-from .given import Refused, at_least, byte_size, device_of, picture, writable
 from .options import Autocast, Device, Dtype, Factory, File, Flag, Names, Number, Numbers, Sizes
 from .screen import console, keep, progress
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"dim": 64, "heads": 4, "seq": 128, "batch": 4, "depth": (12,), "rounds": 5},
-    "cuda": {"dim": 1024, "heads": 16, "seq": 4096, "batch": 4, "depth": (24,), "rounds": 10},
-}
 
 
 @dataclass
@@ -32,7 +27,7 @@ class Options:
 
     block: Factory = None
     """Your block: a function that takes nothing, the width, or sizes by name (dim, heads), and returns (f, g) or a module with f
-    and g. If not given: attention and an MLP."""
+    and g; by default, attention and an MLP."""
     dim: Number = None
     """Width of a stream."""
     heads: Number = None
@@ -46,29 +41,31 @@ class Options:
     depth: Numbers = ()
     """Numbers of blocks, one or several."""
     dtype: Dtype = "float32"
-    """Of parameters and input."""
+    """Precision of parameters and input."""
     autocast: Autocast = "auto"
     """auto is bfloat16 for float32 on a GPU, none elsewhere."""
     device: Device = "auto"
-    """auto takes a GPU where there is one."""
+    """auto uses a GPU if there is one."""
     variants: Names = ()
-    """Names or patterns as 'reverse*'; all if not given. `ordinary` is always there, as the others are compared with it."""
+    """Names or patterns, as 'reverse*'; all by default. `ordinary` is always measured, as the others are compared with it."""
     budget: Sizes = ()
     """Measure rg.Budget of this size too, as 3GiB; one or several."""
     rounds: Number = None
     """Timed steps."""
     profile: Flag = False
-    """Say where the time of a step goes: matrix products, attention, the rest, and what the device waits for the host."""
+    """Show where the time of a step goes: matrix products, attention, the rest, and waiting for the host."""
     timeout: float = 900
     """Seconds that one variant may take, compiling included."""
     seed: int = 0
-    """Of parameters and input."""
+    """Seed of parameters and input."""
     json: File = None
-    """Write the report here; - writes it to stdout, in place of the table."""
+    """Write the report here; - writes it to stdout, instead of the table."""
     plot: File = None
     """Draw time against memory at the largest depth, as .png, .svg or .pdf."""
     plot_depth: File = None
     """Draw memory against depth, as .png, .svg or .pdf."""
+    traceback: Flag = False
+    """Show the whole traceback of an error in your code."""
 
 
 def run(options: Options) -> int:
@@ -99,51 +96,13 @@ def run(options: Options) -> int:
         versions=versions(),
     )
     if not keep(options.json, report):
-        show(report)
+        show(report, options.traceback)
     measured = any(row.failed is None for row in report.rows)
     if measured:
         draw(report)
     if interrupted:
         raise KeyboardInterrupt
     return 0 if measured else 1
-
-
-def setting_of(options: Options) -> dict[str, Any]:
-    """What to measure, checked; the device's defaults for what was not given."""
-    device = device_of(options.device)
-    s: dict[str, Any] = {name: getattr(options, name) or default for name, default in DEFAULTS[device].items()}
-    for name in s:
-        for value in getattr(options, name) if name == "depth" else [getattr(options, name)]:
-            at_least(2 if name == "rounds" else 1, **{name: s[name] if value is None else value})
-    for size in options.shape:
-        at_least(1, shape=size)
-    if options.timeout <= 0:
-        raise Refused(f"--timeout must be more than 0 seconds, got {options.timeout:g}")
-    if options.block is None and s["dim"] % s["heads"]:
-        raise Refused(f"--dim {s['dim']} is not a multiple of --heads {s['heads']}")
-    if options.block is None and options.shape and (len(options.shape) != 3 or options.shape[-1] != s["dim"]):
-        raise Refused(f"--shape {' '.join(map(str, options.shape))}: our block takes (batch, seq, dim), give a --block of yours")
-    auto = "bfloat16" if device == "cuda" and options.dtype == "float32" else "none"
-    return {
-        "device": device,
-        **s,
-        "depth": sorted(set(s["depth"])),
-        "shape": list(options.shape) or [s["batch"], s["seq"], s["dim"]],
-        "dtype": options.dtype,
-        "autocast": auto if options.autocast == "auto" else options.autocast,
-        "block": options.block,
-        "seed": options.seed,
-        "timeout": options.timeout,
-        "profile": options.profile,
-    }
-
-
-def variants_of(options: Options, device: str) -> list[Variant]:
-    budgets = {text.replace(" ", ""): byte_size(text, "--budget") for text in options.budget}
-    try:
-        return chosen(variants(budgets, device), options.variants)
-    except ValueError as error:
-        raise Refused(f"--variants: {error}") from error
 
 
 def drawing(options: Options) -> Callable[[Comparison], None]:
@@ -164,7 +123,7 @@ def drawing(options: Options) -> Callable[[Comparison], None]:
     return draw
 
 
-def show(report: Comparison) -> None:
+def show(report: Comparison, traceback: bool) -> None:
     out = console()
     out.print(report.where(), report.what(), sep="\n", soft_wrap=True)
     if report.rows:
@@ -173,3 +132,5 @@ def show(report: Comparison) -> None:
             out.print(kernels(report.rows))
     for line in (*notes(report.rows), *doubts(report)):
         out.print(line, soft_wrap=True, markup=False)
+    for text in dict.fromkeys(row.traceback for row in report.rows if row.traceback) if traceback else ():
+        out.print("", text.rstrip(), sep="\n", soft_wrap=True, markup=False)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from rich import box
 from rich.table import Table
 
+from .._base.report import size
 from ..bench.compare import Comparison, Found
-from ..bench.report import size
 from ..bench.variants import REFERENCE
 
 COLUMNS = ("variant", "ms of a step (quartiles)", "ratio", "activations", "ratio", "whole peak", "gradient error", "first step")

@@ -11,16 +11,17 @@ import torch
 
 import retrograde as rg
 
+from .._base.given import at_least, device_of, picture, writable
+from .._base.loading import Refused, told
+from .._base.report import origin
 from .._engine.run import instead
-from ..bench.report import origin
-from ..bench.subject import DTYPES
 from ..check.gradients import Report
 from ..check.lines import raised_at, shown
 from ..errors import RetrogradeError
+from ..models.blocks import DTYPES
 from .check_table import Checked, judge, show
-from .given import Refused, at_least, device_of, picture, told, writable
 from .net_given import Given, given_net
-from .options import Autocast, Device, File, Net, Number, Numbers, Policy
+from .options import Autocast, Device, Factory, File, Flag, Net, Number, Numbers, Policy
 from .screen import keep
 from .train import policy
 
@@ -42,8 +43,10 @@ class Options:
     1 if it has faults, 2 for arguments that cannot be used.
     """
 
-    net: Net
+    net: Net = None
     """The factory of your block or net, as my_block:block."""
+    block: Factory = None
+    """The same, by the name that it has in other commands."""
     dim: Number = None
     """Width of a stream, for the factory and the input (64)."""
     depth: Number = None
@@ -57,7 +60,7 @@ class Options:
     shape: Numbers = ()
     """Shape of the input, if it is not (batch, seq, dim)."""
     dtype: Literal["own", "float32", "bfloat16", "float16", "float64"] = "own"
-    """Of parameters and floating inputs; own is what the factory made, float32 for blocks."""
+    """Precision of parameters and floating inputs; own is what the factory made, float32 for blocks."""
     autocast: Autocast = "auto"
     """auto is bfloat16 for float32 on a GPU, none elsewhere."""
     memory: Policy = None
@@ -65,33 +68,46 @@ class Options:
     arithmetic: Literal["own", "auto", "float", "exact"] = "own"
     """Another arithmetic than the net's own (auto for blocks)."""
     device: Device = "auto"
-    """auto takes a GPU where there is one."""
+    """auto uses a GPU if there is one."""
     seed: int = 0
-    """Of parameters and input."""
+    """Seed of parameters and input."""
     json: File = None
-    """Write the verdict here; - writes it to stdout, in place of the text."""
+    """Write the verdict here; - writes it to stdout, instead of the text."""
     plot: File = None
     """Draw the drift update by update, as .png, .svg or .pdf."""
+    traceback: Flag = False
+    """Show the whole traceback of an error in your code."""
 
 
 def run(options: Options) -> int:
     setting = setting_of(options)
     writable(options.json, "--json")
     picture(options.plot, "--plot")
-    given = given_net(options.net, "check", setting)
+    spec = spec_of(options)
+    given = given_net(spec, "check", setting)
     memory = None if options.memory is None else policy(options.memory)
     arithmetic = None if options.arithmetic == "own" else options.arithmetic
     with autocast_of(setting, given), instead(arithmetic=arithmetic):
-        report, notes, memory = checked(options.net, given, memory)
+        report, notes, memory = checked(spec, given, memory)
         verdict = Checked(
             **origin(setting["device"], "retrograde check", sys.argv[2:]),
-            setting={**setting, "net": options.net, "what": given.what(), **ways(given, memory, arithmetic)},
+            setting={**setting, "net": spec, "what": given.what(), **ways(given, memory, arithmetic)},
             **judge(report, notes),
         )
         drawn = draw(options, given) if options.plot else None
     if not keep(options.json, verdict):
         show(verdict, drawn)
     return 0 if verdict.sound else 1
+
+
+def spec_of(options: Options) -> str:
+    """The factory, with or without the name of its option."""
+    if options.net and options.block:
+        raise Refused(f"{options.net} and --block {options.block} are two nets to check, give one of them")
+    spec = options.net or options.block
+    if spec is None:
+        raise Refused("MODULE:FACTORY is missing (see retrograde check --help)")
+    return spec
 
 
 def setting_of(options: Options) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from .._base.report import counted
 from ..check.findings import Finding
 from ..check.gradients import Report, short
 from .screen import console
@@ -65,7 +66,7 @@ def answer(question: str, report: Report, faults: list[dict[str, Any]], mild: li
     kinds = QUESTIONS[question]
     count = sum(len(fault["updates"]) for fault in faults if fault["kind"] in kinds)
     verdict = "FAULT" if count else "warning" if any(f.kind in kinds for f in mild) else "ok"
-    times = f"{count} function{'' if count == 1 else 's'}: see below"
+    times = f"{counted(count, 'function')}: see below"
     if question == "gradients agree":
         if not reached:
             return {
@@ -87,7 +88,7 @@ def answer(question: str, report: Report, faults: list[dict[str, Any]], mild: li
         return {"verdict": verdict, "why": times}
     steps = f", in {report.steps} steps on different batches" if report.steps > 1 else ""
     fine = {
-        "repeats exactly": f"{report.replayed} functions were recomputed on the same input, with the same bits",
+        "repeats exactly": f"{counted(report.replayed, 'function')} recomputed on the same input, with the same bits",
         "keeps no state": f"nothing that functions keep changes what they return{steps}",
         "leaves its inputs alone": "no function edits its sources or its side inputs",
     }
@@ -149,4 +150,4 @@ def lines(found: Checked) -> Iterator[Any]:
     for note in found.notes:
         yield f"note: {escape(note)}"
     count = len(found.faults)
-    yield "[green]sound[/green]" if found.sound else f"[bold red]{count} fault{'' if count == 1 else 's'}[/bold red]"
+    yield "[green]sound[/green]" if found.sound else f"[bold red]{counted(count, 'fault')}[/bold red]"

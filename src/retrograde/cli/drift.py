@@ -15,15 +15,16 @@ from rich.table import Table
 
 import retrograde as rg
 
+from .._base.given import at_least, device_of, picture, writable
+from .._base.loading import Refused, told
+from .._base.report import counted, origin
 from .._engine.run import instead
 from ..bench.drift_curve import Curve, Point, draw_curve
-from ..bench.report import origin
 from ..check.gradients import short
 from ..check.lines import raised_at, shown
 from ..errors import RetrogradeError
-from .given import Refused, at_least, device_of, picture, told, writable
 from .net_given import Given, given_net
-from .options import Device, Factory, File, Names, Number, Numbers
+from .options import Device, Factory, File, Flag, Names, Number, Numbers
 from .parse import nearest
 from .screen import console, keep, progress
 
@@ -50,7 +51,7 @@ class Options:
     """
 
     block: Factory = None
-    """Your block, or a net that takes depth, as for retrograde check. If not given: attention and an MLP."""
+    """Your block, or a net that takes depth, as for retrograde check; by default, attention and an MLP."""
     depth: Numbers = ()
     """Numbers of blocks, one or several (4 8 16 32 64)."""
     dtype: Names = ()
@@ -69,13 +70,15 @@ class Options:
     shape: Numbers = ()
     """Shape of the input, if it is not (batch, seq, dim)."""
     device: Device = "auto"
-    """auto takes a GPU where there is one."""
+    """auto uses a GPU if there is one."""
     seed: int = 0
-    """Of parameters and input."""
+    """Seed of parameters and input."""
     json: File = None
-    """Write the figures here; - writes them to stdout, in place of the tables."""
+    """Write the figures here; - writes them to stdout, instead of the tables."""
     plot: File = None
     """Draw the gradients' error against depth, as .png, .svg or .pdf."""
+    traceback: Flag = False
+    """Show the whole traceback of an error in your code."""
 
 
 def run(options: Options) -> int:
@@ -157,14 +160,14 @@ def errors_of(
 
 def show(curve: Curve, notes: list[str]) -> None:
     out, s = console(), curve.setting
-    net = s["block"] or f"attention and an MLP, width {s['dim']}, {s['heads']} heads"
+    net = s["block"] or f"attention and an MLP, width {s['dim']}, {counted(s['heads'], 'head')}"
     out.print(escape(f"{net}, input {' × '.join(map(str, s['shape']))}"), escape(curve.where()), sep="\n", soft_wrap=True)
     for title, streams in (("relative error of the gradients", False), ("of the recovered streams", True)):
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, header_style="bold")
         table.add_column(title)
         table.add_column("arithmetic")
         for depth in s["depth"]:
-            table.add_column(f"{depth} blocks" if depth == s["depth"][0] else str(depth), justify="right")
+            table.add_column(counted(depth, "block") if depth == s["depth"][0] else str(depth), justify="right")
         for (dtype, _, arithmetic), errors in curve.lines(streams).items():
             table.add_row(dtype, arithmetic, *(short(errors.get(depth)) for depth in s["depth"]))
         out.print(table)

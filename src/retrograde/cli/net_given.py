@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import retrograde as rg
 
+from .._base.loading import Refused, kind_of, load, sized
+from .._base.report import counted
 from .._base.torch_private import tree_leaves, tree_map
-from ..bench.model import Attention, mlp
-from ..bench.subject import DTYPES
+from ..models.blocks import DTYPES, Attention, mlp
 from ..modules import Net
-from .given import Refused, load, sized
 
 MAY = "(f, g), a module with f and g, a list of rg.Update, a net that runs programs, (net, inputs) or (net, inputs, side)"
 SIZES = ("dim", "depth", "seq", "batch", "heads")  # that a factory may ask for
@@ -38,7 +38,7 @@ class Given:
     def what(self) -> str:
         """Sizes, in a line."""
         shapes = [_shape(t) for t in tree_leaves((self.inputs, self.side)) if isinstance(t, Tensor)]
-        blocks = "" if self.blocks is None else f"{self.blocks} block{'' if self.blocks == 1 else 's'}, "
+        blocks = "" if self.blocks is None else f"{counted(self.blocks, 'block')}, "
         more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
         return f"{blocks}input {', '.join(shapes[:3])}{more}"
 
@@ -63,7 +63,7 @@ def given_net(spec: str | None, option: str, setting: dict[str, Any]) -> Given:
     if isinstance(made, (tuple, list)) and len(made) in (2, 3) and isinstance(made[0], nn.Module) and not callable(made[1]):
         net, inputs, side = made[0], made[1], made[2] if len(made) == 3 else {}
         if not isinstance(side, dict):
-            raise Refused(f"{option} {spec} returned (net, inputs, side) with a {type(side).__name__} for side, not a dict")
+            raise Refused(f"{option} {spec} returned (net, inputs, side) with {kind_of(side)} for side, not a dict")
         return _ready(Given(net, inputs if isinstance(inputs, tuple) else (inputs,), side), setting)
     try:
         blocks = [made, *(make() for _ in range(setting["depth"] - 1))]

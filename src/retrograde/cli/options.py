@@ -18,7 +18,7 @@ Policy = Annotated[str | None, arg(metavar="POLICY", help_behavior_hint="")]
 File = Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")]
 Paths = Annotated[tuple[Path, ...], arg(metavar="PATH ...", help_behavior_hint="")]
 Factory = Annotated[str | None, arg(metavar="MODULE:FACTORY", help_behavior_hint="")]
-Net = Annotated[Positional[str], arg(metavar="MODULE:FACTORY", help_behavior_hint="")]
+Net = Annotated[Positional[str | None], arg(metavar="[MODULE:FACTORY]", help_behavior_hint="")]
 Flag = Annotated[bool, arg(help_behavior_hint="")]
 
 Device = Literal["auto", "cpu", "cuda"]

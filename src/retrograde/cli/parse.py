@@ -9,19 +9,20 @@ import io
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .given import Refused
+from .._base.loading import Refused
 
 WIDTH = 80  # of the text above the options
 TAKES = {"INT": "a whole number", "FLOAT": "a number"}
 
 
-def parsed(options: type, argv: Sequence[str], prog: str) -> Any:
-    """An instance of the dataclass `options`; Refused says in a line what cannot be read."""
+def parsed(options: type, argv: Sequence[str], prog: str, old_names: Mapping[str, str] = {}) -> Any:
+    """An instance of the dataclass `options`; Refused says in a line what cannot be read. `old_names` of options work as well."""
     import tyro
 
+    argv = [f"{old_names.get(name, name)}{equals}{value}" for name, equals, value in (word.partition("=") for word in argv)]
     said, shown = io.StringIO(), _Shown()
     names = {f"--{field.name.replace('_', '-')}": field.name for field in dataclasses.fields(options)}
     try:

@@ -12,13 +12,14 @@ import torch
 from rich import box
 from rich.table import Table
 
-from ..bench.report import size
+from .._base.given import at_least, byte_size, picture, writable
+from .._base.loading import Refused, load
+from .._base.report import size
 from ..errors import RetrogradeError
 from ..planning.plan import Plan, Row, make_plan
 from ..planning.predict import WAYS, Planner
 from ..planning.subject import takes
-from .given import Refused, at_least, byte_size, load, picture, writable
-from .options import Autocast, Dtype, Factory, File, Number, Numbers, Size
+from .options import Autocast, Dtype, Factory, File, Flag, Number, Numbers, Size
 from .screen import console, keep, progress
 
 DEFAULTS = {"cpu": {"dim": 64, "seq": 128, "batch": 4, "depth": 12}, "cuda": {"dim": 1024, "seq": 4096, "batch": 4, "depth": 24}}
@@ -28,7 +29,7 @@ SMALLEST = 2**20  # bytes, of a size that needs no unit
 
 @dataclass
 class Options:
-    """Tell what a training step takes under every way to train, how far each goes, and whether reversal is worth it.
+    """Predict the memory of a training step under every way to train, how far each goes, and whether reversal is worth it.
 
     Nothing is run: a step of a few blocks is traced on fake tensors, which have shapes and no memory. Sizes that are not given
     are those of `retrograde bench` on the same device.
@@ -36,7 +37,7 @@ class Options:
 
     block: Factory = None
     """Your block, as for `retrograde bench`: a function that takes nothing, the width, or sizes by name (dim, heads), and returns
-    (f, g) or a module with f and g. If not given: attention and an MLP."""
+    (f, g) or a module with f and g; by default, attention and an MLP."""
     model: Factory = None
     """Your whole model instead: a function with any of the arguments depth, dim, heads, seq and batch that returns a model, or
     (model, inputs)."""
@@ -53,29 +54,31 @@ class Options:
     depth: Number = None
     """Number of blocks."""
     dtype: Dtype = "float32"
-    """Of parameters and input."""
+    """Precision of parameters and input."""
     autocast: Autocast = "auto"
     """auto is bfloat16 for float32 on a GPU, none elsewhere."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """The device to plan for; it need not be here."""
+    """The device to plan for; this machine does not need one."""
     gpu_memory: Size = None
-    """The memory to fit into, as 24GiB; if not given, that of the GPU here, if there is one."""
+    """The memory to fit into, as 24GiB; by default, that of the GPU of this machine, if it has one."""
     reserve: Size = None
-    """Of that memory, what is not torch's: CUDA itself, libraries, gaps between tensors (1GiB; 0 for a CPU)."""
+    """The part of that memory that CUDA itself, libraries and gaps between tensors take (1GiB; 0 for a CPU)."""
     optimizer: Literal["adamw", "adamw-fused", "momentum", "sgd"] = "adamw"
-    """What has states beside the parameters."""
+    """The optimizer, whose states take memory."""
     grads: Literal["none", "kept", "stepped"] = "none"
-    """Gradients are made anew in each step, are buffers that stay, or are used up inside backward (rg.step_in_backward)."""
+    """none: each step starts without gradients. kept: gradient buffers stay. stepped: rg.step_in_backward uses them up."""
     budget: Size = None
-    """For rg.Budget; if not given, what is left of the memory."""
+    """Bytes of rg.Budget; by default, what is left of the memory."""
     compile_budget: float = 0.5
-    """For torch.compile: torch._functorch.config.activation_memory_budget."""
+    """The activation memory budget of torch.compile's partitioner, between 0 and 1."""
     devices: int = 1
-    """Parameters, gradients and states are sharded over so many by FSDP2, block by block."""
+    """Number of devices over which FSDP2 shards parameters, gradients and states, block by block."""
     json: File = None
-    """Write the plan here; - writes it to stdout, in place of the table."""
+    """Write the plan here; - writes it to stdout, instead of the table."""
     plot: File = None
     """Draw the peak against depth, as .png, .svg or .pdf."""
+    traceback: Flag = False
+    """Show the whole traceback of an error in your code."""
 
 
 def run(options: Options) -> int:

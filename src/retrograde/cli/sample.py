@@ -10,10 +10,11 @@ from typing import Annotated
 import torch
 import tyro
 
+from .._base.given import at_least, writable
+from .._base.loading import Refused
 from ..errors import RetrogradeError
 from ..training.data import END
 from ..training.trained import load_model
-from .given import Refused, at_least, writable
 from .options import Device, File, Text
 from .screen import harmless, keep
 from .train import with_dashes
@@ -21,20 +22,20 @@ from .train import with_dashes
 
 @dataclass
 class Options:
-    """Let a model that `retrograde train` made write."""
+    """Generate text from a model that `retrograde train` made."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="[RUN]")] = Path("runs/language")
     """The folder of a run, or one of its checkpoints."""
     prompt: Text = ""
-    """The text to go on from. Without: the beginning of a file."""
+    """The text to continue; by default, the beginning of a file."""
     bytes: int = 500
-    """How much to write."""
+    """Bytes to generate."""
     temperature: float = 0.8
-    """0 writes the likeliest byte each time, 1 draws as the model believes."""
+    """0 takes the most likely byte each time, 1 samples from the model's probabilities."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the samples."""
     device: Device = "auto"
-    """Where to run."""
+    """auto uses a GPU if there is one."""
     json: File = None
     """Write the text and how it was made here; - writes it to stdout, and nothing else there."""
 

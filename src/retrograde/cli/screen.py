@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench.report import as_json, save
+from .._base.report import as_json, save
 
 WIDTH = 130  # where there is no terminal to ask
 

@@ -13,18 +13,20 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from ..bench.report import machine, origin, size
+from .._base.given import at_least, byte_size, picture, writable
+from .._base.loading import Refused
+from .._base.report import machine, origin, size
 from ..errors import RetrogradeError
 from ..memory import KINDS, Anchor, Budget, StoreLast
 from ..training.errors import reason
 from ..training.loop import Outcome, train
 from ..training.metrics import read
 from ..training.settings import Settings, settle
-from .given import Refused, at_least, byte_size, picture, writable
 from .options import Arithmetic, Device, File, Flag, Number, Paths, Policy, Real
 from .screen import console, harmless, keep
 from .watch import Watch
 
+SETTINGS = {"dim": "width", "seq": "context", "dtype": "precision"}  # of a run, where they have another name than the option
 XZ_LIMIT = 1 << 26  # bytes; a compressor takes a second for each megabyte or two
 
 
@@ -32,77 +34,81 @@ XZ_LIMIT = 1 << 26  # bytes; a compressor takes a second for each megabyte or tw
 class Options:
     """Train a deep reversible language model over bytes, end to end: data, checkpoints, curves and a sample.
 
-    Runs as it is on two CPU cores, in about two minutes, and on a GPU with a larger model. Under torchrun the same command trains
-    on several processes: torchrun --nproc-per-node 8 -m retrograde train --parallel fsdp
+    Without options it takes about two minutes on two CPU cores, and trains a larger model on a GPU. Under torchrun it trains on
+    several processes: torchrun --nproc-per-node 8 -m retrograde train --parallel fsdp
     """
 
     out: Annotated[Path, arg(metavar="PATH")] = Path("runs/language")
     """Folder for checkpoints, metrics.jsonl, curves.png and sample.txt."""
     resume: Flag = False
-    """Go on from the last checkpoint in --out; from the start where there is none."""
+    """Continue from the last checkpoint in --out, or start if there is none."""
     data: Paths = ()
-    """Text files or folders. Without: the sources of Python's standard library."""
+    """Text files or folders; by default, the sources of Python's standard library."""
     depth: Number = None
-    """Blocks of attention and MLP (12 on a CPU, 24 on a GPU)."""
-    width: Number = None
-    """Channels (96, 512)."""
+    """Number of blocks, each attention and an MLP (12 on a CPU, 24 on a GPU)."""
+    dim: Number = None
+    """Width of a stream (96, 512)."""
     heads: Number = None
-    """Heads of attention (4, 8)."""
-    context: Number = None
-    """Bytes that a prediction can look back on (128, 1024)."""
+    """Attention heads (4, 8)."""
+    seq: Number = None
+    """Bytes in a sequence: the context of a prediction (128, 1024)."""
     streams: Number = None
     """Streams of the reversible net (2, 3); 1 is an ordinary residual net of the same size, for comparison."""
     dropout: Real = None
-    """Share of what attention and MLPs add to the streams that is dropped in training (0, 0.2)."""
+    """Dropout on the output of attention and MLPs (0, 0.2)."""
     batch: Number = None
-    """Sequences of a step, over all processes (8, 32)."""
+    """Sequences in a step, over all processes (8, 32)."""
     accumulate: int = 1
-    """Work on the batch in so many pieces."""
+    """Accumulate gradients over this many parts of the batch."""
     steps: Number = None
-    """Steps of the optimizer (400, 1500)."""
+    """Optimizer steps (400, 1500)."""
     lr: Real = None
-    """Learning rate of AdamW, after warm-up (2e-3, 1e-3); falls along a cosine to a tenth."""
+    """Learning rate of AdamW after warmup (2e-3, 1e-3); it falls to a tenth along a cosine."""
     warmup: Number = None
-    """Steps of warm-up (a twentieth of all)."""
+    """Steps of warmup (a twentieth of all)."""
     clip: Real = None
-    """Largest norm of all gradients, 0 for no clipping (1.0; 0 with --step-in-backward)."""
+    """Clip gradients to this norm, 0 for no clipping (1.0; 0 with --step-in-backward)."""
     weight_decay: float = 0.1
-    """Of matrices."""
+    """Weight decay of matrices."""
     step_in_backward: Flag = False
-    """Let parameters step inside backward, so that gradients never pile up."""
+    """Update parameters inside backward, so that gradients never take memory all at once."""
     device: Device = "auto"
-    """Where to train."""
-    precision: Literal["auto", "float32", "bf16"] = "auto"
-    """bf16 is autocast over float32 parameters (float32 on a CPU, bf16 on a GPU)."""
+    """auto uses a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bf16", "bfloat16"] = "auto"
+    """bf16 and bfloat16 are autocast over float32 parameters (float32 on a CPU, bf16 on a GPU)."""
     memory: Policy = None
-    """What backward finds: reverse, checkpoint, store, last:K, anchor:N or budget:3GiB (reverse)."""
+    """What is kept for backward: reverse, checkpoint, store, last:K, anchor:N or budget:3GiB (reverse)."""
     arithmetic: Arithmetic = "auto"
-    """Exact arithmetic gives the gradients of store to the bit."""
+    """exact gives the gradients of --memory store to the bit."""
     compile: Flag = False
-    """torch.compile each function."""
+    """Compile each function with torch.compile."""
     parallel: Literal["none", "ddp", "fsdp"] = "none"
     """How the processes of torchrun share the work."""
     seed: int = 0
-    """Of weights, batches and the sample."""
+    """Seed of weights, batches and the sample."""
     windows: Number = None
-    """Windows of held-out text to look at, 0 for all of it (32, 256)."""
+    """Sequences of held-out text in an evaluation, 0 for all of it (32, 256)."""
     look_every: Number = None
-    """Steps between two looks at held-out text (a tenth of all)."""
+    """Steps between evaluations (a tenth of all)."""
     save_every: Number = None
-    """Steps between two checkpoints, 0 for one at the end (a quarter of all)."""
+    """Steps between checkpoints, 0 for one at the end (a quarter of all)."""
     sample: int = 300
-    """Bytes to write at the end."""
+    """Bytes of text to generate at the end."""
     json: File = None
-    """Write what came of it here: sizes, steps, bits per byte, memory, files; - writes it to stdout, and nothing else there."""
+    """Write a report here: sizes, steps, bits per byte, memory, files; - writes it to stdout, and nothing else there."""
     plot: File = None
-    """Draw the curves here, as .png, .svg or .pdf, in place of curves.png in --out."""
+    """Draw the curves here, as .png, .svg or .pdf, instead of to curves.png in --out."""
+
+
+OLD_NAMES = {"--width": "--dim", "--context": "--seq", "--precision": "--dtype"}  # of options; they work as they did
 
 
 def run(options: Options) -> int:
     at_least(0, sample=options.sample, seed=options.seed)
     writable(options.json, "--json")
     picture(options.plot, "--plot")
-    given = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in ("json", "plot")}
+    given = {SETTINGS.get(f.name, f.name): getattr(options, f.name) for f in fields(options) if f.name not in ("json", "plot")}
+    given["precision"] = options.dtype.replace("bfloat16", "bf16")
     if options.memory is not None:
         given["memory"] = policy(options.memory)
     try:
@@ -152,16 +158,19 @@ def policy(text: str, option: str = "--memory") -> Any:
 
 
 def with_dashes(message: str) -> str:
-    """The message with names of settings as the options that they are here.
+    """The message with the names of options in place of those of settings.
 
     >>> with_dashes("clip 1.0 does not go with step_in_backward: all gradients at once")
     '--clip 1.0 does not go with --step-in-backward: all gradients at once'
     """
-    names = "|".join(field.name for field in fields(Options))
-    message = re.sub(rf"^({names})\b(?! parameters)", r"--\1", message)
-    message = re.sub(rf"(?<= with )({names})\b", r"--\1", message)
-    message = re.sub(r"(?<![-\w])(\w+_\w+)\b", lambda m: f"--{m[1]}" if m[1] in names.split("|") else m[1], message)
-    return re.sub(r"--\w+", lambda m: m[0].replace("_", "-"), message)
+    options = {field.name: field.name for field in fields(Options)} | {setting: name for name, setting in SETTINGS.items()}
+
+    def option(match: re.Match[str]) -> str:
+        return f"--{options[match[1]].replace('_', '-')}"
+
+    names = "|".join(options)
+    message = re.sub(rf"(?:^|(?<= with ))({names})\b(?! parameters)", option, message)
+    return re.sub(rf"(?<![-\w])((?=\w+_)(?:{names}))\b", option, message)
 
 
 def close(settings: Settings, outcome: Outcome, watch: Watch, options: Options) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from ..bench.report import size
+from .._base.report import counted, size
 from ..training.settings import Settings
 from .screen import console
 
@@ -38,7 +38,7 @@ class Watch:
     def title(self) -> str:
         s = self.settings
         net = "one stream" if s.streams == 1 else f"{s.streams} reversible streams, memory {s.memory}"
-        return f"{s.depth} blocks of width {s.width}, {self.parameters / 1e6:.2f} M parameters, {net}"
+        return f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters, {net}"
 
     def hear(self, what: str, record: dict[str, Any]) -> None:
         getattr(self, f"_{what}")(record)

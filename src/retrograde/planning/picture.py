@@ -7,8 +7,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..bench.picture import FAINT, INK, color_of, save_png
-from ..bench.report import size
+from .._base.picture import FAINT, INK, color_of, save_png
+from .._base.report import size
 from ..errors import BudgetTooSmall
 from .plan import Plan
 from .predict import WAYS, Planner

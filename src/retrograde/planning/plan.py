@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..bench.report import size
+from .._base.report import counted, size
 from ..errors import BudgetTooSmall
 from .predict import WAYS, Planner, Predicted
 from .reach import deepest, longest, widest
@@ -50,7 +50,7 @@ class Plan:
     def what(self) -> str:
         """The sizes, in a line."""
         s = self.setting
-        net = s["model"] or s["block"] or f"width {s['dim']}, {s['heads']} heads"
+        net = s["model"] or s["block"] or f"width {s['dim']}, {counted(s['heads'], 'head')}"
         precision = s["dtype"] if s["autocast"] == "none" else f"{s['dtype']} with {s['autocast']} autocast"
         each = f" on each of {s['devices']} devices" if s["devices"] > 1 else ""
         sizes = sizes_told(s, s["seq"], s["batch"])

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import BudgetTooSmall
 from ..memory import Budget
 from .subject import takes, traced, tracer_of
-from .trace import WINDOWS, Traced
+from .trace import Traced
 
 LOW, HIGH = 4, 6  # blocks; below four, recovered streams may not yet be of full number
 WAYS = ("store", "checkpoint", "compile", "reverse", "budget")
@@ -66,18 +66,24 @@ class Planner:
 
     def along(self, way: Any, sizes: Sizes, measure: Callable[[Traced], float]) -> float:
         """A measure that is linear in depth."""
+        return self.all_along(way, sizes, lambda t: [measure(t)])[0]
+
+    def all_along(self, way: Any, sizes: Sizes, measure: Callable[[Traced], list[float]]) -> list[float]:
+        """Several measures that are."""
         depth, seq, batch = sizes
         if depth <= HIGH or not self.deepens:
             return measure(self.trace(way, depth, seq, batch))
-        low, high = (measure(self.trace(way, at, seq, batch)) for at in (LOW, HIGH))
-        return low + (high - low) * (depth - LOW) / (HIGH - LOW)
+        both = (measure(self.trace(way, at, seq, batch)) for at in (LOW, HIGH))
+        return [low + (high - low) * (depth - LOW) / (HIGH - LOW) for low, high in zip(*both, strict=True)]
 
     def activations(self, way: Any, sizes: Sizes, share: float) -> float:
         """The peak of a step, gradients counted with this share."""
-        return max(self.along(way, sizes, lambda t, w=w: t.windows(share)[w]) for w in range(WINDOWS))
+        return max(self.all_along(way, sizes, lambda t: t.windows(share)))
 
     def fixed(self, sizes: Sizes, way: str = "reverse") -> dict[str, int]:
         """What does not depend on the way; a step of this one is traced for it."""
+        if self.setting["model"] is None:  # parameters of blocks are the same for every input
+            sizes = sizes[0], self.setting["seq"], self.setting["batch"]
         count = OPTIMIZERS[self.setting["optimizer"]][0]
         own, trainable, buffers = (
             self.along(way, sizes, lambda t, name=name: getattr(t, name)) for name in ("parameters", "trainable", "buffers")
@@ -166,3 +172,31 @@ class Planner:
         first = found.trainable / few
         start = max(others + share * there for there, others in found.highest.items() if there <= first) + less * block
         return max(start, *(others + share * (there + trainable) for there, others in found.highest.items() if there)), stored
+
+
+class Between(Planner):
+    """Predictions for sizes that were not traced, from one or two that were: bytes grow as n, or on the line through both."""
+
+    def __init__(self, planner: Planner, traced: list[Sizes]):
+        vars(self).update(vars(planner))
+        self.planner, self.traced = planner, traced
+        self.known = {}
+
+    def trace(self, way: Any, depth: int, seq: int, batch: int) -> Traced:
+        key = (way, depth, seq, batch)
+        if key in self.planner.known:
+            return self.planner.known[key]
+        if key not in self.known:
+            steps = [self.planner.trace(way, depth, *sizes[1:]) for sizes in self.traced]
+            self.known[key] = steps[-1].along(steps[0], self.share(seq, batch))
+        return self.known[key]
+
+    def least_budget(self, sizes: Sizes) -> int:
+        first, last = (self.planner.least_budget((sizes[0], *one[1:])) for one in (self.traced[0], self.traced[-1]))
+        share = self.share(*sizes[1:])
+        return round(share * last if first == last else first + share * (last - first))
+
+    def share(self, seq: int, batch: int) -> float:
+        """Of the way from the first that was traced to the last, or from nothing."""
+        (first, last), here = (one[1] * one[2] for one in (self.traced[0], self.traced[-1])), seq * batch
+        return here / last if first == last else (here - first) / (last - first)

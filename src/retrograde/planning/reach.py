@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from .predict import Planner, Sizes
+from .predict import Between, Planner, Sizes
 
 MOST = 1_000_000  # blocks; what goes deeper is not limited by memory
+CAP = 1 << 12  # times the size that was given
 TRIES = 12
+ABOVE, BELOW = 0.05, 0.02  # how near is next to a step that fits, and to one that does not
 
 
 def deepest(planner: Planner, way: str, sizes: Sizes) -> int:
     """The largest depth that fits, 0 where none does."""
-    return _bisected(lambda depth: _fits(planner, way, (depth, *sizes[1:])), MOST)
+    most = deepest(planner, "reverse", sizes) if _what_is_left(planner, way) else MOST
+    return _bisected(lambda depth: _fits(planner, way, (depth, *sizes[1:])), most)
 
 
 def longest(planner: Planner, way: str, sizes: Sizes) -> int:
@@ -32,16 +35,26 @@ def _fits(planner: Planner, way: str, sizes: Sizes) -> bool:
     return _cost(planner, way, sizes) <= planner.setting["room"]
 
 
+def _what_is_left(planner: Planner, way: str) -> bool:
+    """Whether it is a budget that is not given: it goes no further than reverse."""
+    return way == "budget" and not planner.setting["budget"]
+
+
 def _cost(planner: Planner, way: str, sizes: Sizes) -> int:
-    """The peak. A budget goes as far as reverse, or less by what it wants to keep free; one that is given, no further than where
-    it is too small, which is a part of the room here as well, so that both rise on lines."""
+    """The peak. A budget needs what it wants to keep free; one that is given goes no further than where it is too small, which
+    is a part of the room here as well, so that both rise on lines."""
     if way != "budget":
         return planner.at(way, sizes).peak
     least, given, room = planner.least_budget(sizes), planner.setting["budget"], planner.setting["room"]
     if not given:
-        return max(planner.at("reverse", sizes).peak, least + planner.beside_budget(sizes))
+        return least + planner.beside_budget(sizes)
     part = math.ceil(least / given * room)
-    return part if least > given else max(part, planner.at(way, sizes).peak)
+    if least > given:
+        return part
+    if isinstance(planner, Between):  # under a budget the steps of two sizes store other blocks: it is used up, or all are stored
+        most = given + planner.beside_budget(sizes)
+        return max(part, planner.at("reverse", sizes).peak, min(planner.at("store", sizes).peak, most))
+    return max(part, planner.at(way, sizes).peak)
 
 
 def _bisected(fits: Callable[[int], bool], most: int) -> int:
@@ -54,34 +67,28 @@ def _bisected(fits: Callable[[int], bool], most: int) -> int:
 
 
 def _largest(planner: Planner, way: str, sizes: Callable[[int], Sizes], start: int, unit: int) -> int:
-    return _by_lines(lambda n: _cost(planner, way, sizes(n)), planner.setting["room"], start, unit)
+    """The largest multiple of the unit that fits, give or take two percent.
 
-
-def _by_lines(cost: Callable[[int], float], room: float, start: int, unit: int) -> int:
-    """The largest multiple of the unit that costs no more than the room, give or take two percent of it.
-
-    Each line through the last two points says where to look next: three looks, where the cost itself rises on a line.
-
-    >>> _by_lines(lambda n: 100 + 3 * n, 1000, 64, 4), _by_lines(lambda n: n * n, 10_000, 7, 1), _by_lines(lambda n: 9.0, 3, 8, 1)
-    (300, 100, 0)
+    Traced steps say where the limit should be, and a step is traced there, until the limit is next to one that was traced.
     """
-    low, high = 0, None  # fits, does not
-    at = max(unit, start // unit * unit)
-    last = None
+    room = planner.setting["room"]
+    most = _largest(planner, "reverse", sizes, start, unit) if _what_is_left(planner, way) else CAP * max(unit, start)
+    if not most:
+        return 0
+    looked = [min(most, max(unit, start // unit * unit))]
+    low, high = 0, most + unit  # fits, does not
     for _ in range(TRIES):
-        spent = cost(at)
-        low, high = (at, high) if spent <= room else (low, at)
-        if last is None:
-            ahead = 2 * at if spent <= room else at // 2
-        else:
-            slope = (spent - last[1]) / (at - last[0])
-            ahead = at + (room - spent) / slope if slope > 0 else 2 * at
-            if low == at and low <= ahead < low + unit:
-                break
-        last = at, spent
-        at = int(ahead // unit) * unit
-        if at <= low or (high is not None and at >= high):
-            at = max(unit, (low + (high or 4 * low)) // 2 // unit * unit) if low else unit
-        if high is not None and high - low <= max(unit, low // 64):
-            break
+        at = looked[-1]
+        fits = _cost(planner, way, sizes(at)) <= room
+        low, high = (at, high) if fits else (low, at)
+        ahead = _foretold(Between(planner, [sizes(n) for n in looked[-2:]]), way, sizes, room, high, unit)
+        if high - low <= max(unit, low // 64):
+            return low
+        if ahead == at or (len(looked) > 1 and low <= ahead and abs(ahead - at) <= (ABOVE if fits else BELOW) * at):
+            return ahead
+        looked.append(ahead if ahead > low else max(unit, (low + high) // 2 // unit * unit) if low else unit)
     return low
+
+
+def _foretold(planner: Between, way: str, sizes: Callable[[int], Sizes], room: int, high: int, unit: int) -> int:
+    return unit * _bisected(lambda n: _cost(planner, way, sizes(unit * n)) <= room, (high - 1) // unit)

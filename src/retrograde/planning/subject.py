@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..bench.subject import DTYPES, net_of
-from ..cli.given import Refused, called, load, told
+from .._base.loading import Refused, called, kind_of, load, told
 from ..errors import RetrogradeError
+from ..models.blocks import DTYPES, net_of
 from .trace import Made, Traced, Tracer, nets_of
 
 LONGEST = 1000  # characters of an error
@@ -81,7 +81,7 @@ def _own(setting: dict[str, Any], depth: int, seq: int, batch: int, ours: list[A
     made = called(spec, "--model", factory, **{name: value for name, value in sizes.items() if name in names})
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise Refused(f"--model {spec} must return a module, or (module, inputs), got a {type(model).__name__}")
+        raise Refused(f"--model {spec} must return a module, or (module, inputs), got {kind_of(model)}")
     if not nets_of(model):
         raise Refused(f"--model {spec}: there is no rg.ReversibleSequence or rg.Reversible in the {type(model).__name__}")
     if setting["dtype"] != "float32":

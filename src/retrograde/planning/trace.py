@@ -5,20 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._base.torch_private import compiler_config, fake_mode, run_backward, tree_leaves
+from .._base.meter import LiveBytes
+from .._base.torch_private import compiler_config, fake_device, fake_mode, home_of, run_backward, tree_leaves
 from .._exact.fake import as_on
-from ..bench.meter import LiveBytes
 from ..modules import Net
 from .as_on_cuda import AsOnCuda, workspace
 from .partitioned import partition
 
 WINDOWS = 3  # before the first gradient of a parameter, until half of them are there, after that
+SIZES = ("parameters", "trainable", "buffers", "kept")
 _DEVICE = torch.ops.prim.device.default
 Made = tuple[nn.Module, tuple[Any, ...]]  # a model, and what it is called with
 
@@ -41,6 +42,24 @@ class Traced:
             peaks[window] = max(peaks[window], others + share * there)
         return peaks
 
+    def along(self, other: Traced, share: float) -> Traced:
+        """The step at another size: this share of the way from the other step to this one, or from nothing if they are one."""
+        if other is self or len(other.highest) != len(self.highest):
+            scaled = {there: round(share * others) for there, others in self.highest.items()}
+            return replace(self, kept=round(share * self.kept), highest=scaled)
+
+        def on_line(a: int, b: int) -> int:
+            return round(a + share * (b - a))
+
+        pairs = zip(sorted(other.highest.items()), sorted(self.highest.items()), strict=True)
+        return Traced(
+            **{
+                name: on_line(getattr(other, name), getattr(self, name))
+                for name in ("parameters", "trainable", "buffers", "kept")
+            },
+            highest={on_line(a[0], b[0]): on_line(a[1], b[1]) for a, b in pairs},
+        )
+
 
 class _Meter(LiveBytes):
     """Activations, apart from the gradients that are there."""
@@ -53,14 +72,14 @@ class _Meter(LiveBytes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # asked for all the time
-            return func(*args)
+            return fake_device(*args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.cuda:
             self.note(workspace(func, args))
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        super()._count(storage)
+    def _count(self, key: int, storage: torch.UntypedStorage) -> None:
+        super()._count(key, storage)
         self.note()
 
     def note(self, more: int = 0) -> None:
@@ -103,7 +122,8 @@ class Tracer:
             partition(net, splits)
         with compiler_config().patch(activation_memory_budget=self.budget):
             if len(splits) > known:
-                _step(model, args, self.device, self.autocast)  # the splits are made here
+                with _precision(self.autocast):  # the splits are made here
+                    model(*args)
             return _step(model, args, self.device, self.autocast)
 
     @contextmanager
@@ -146,13 +166,13 @@ def nets_of(model: nn.Module) -> list[Net]:
 def _step(model: nn.Module, args: tuple[Any, ...], device: str, autocast: torch.dtype | None) -> Traced:
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
-    inputs = {t.untyped_storage()._cdata: t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor)}
+    inputs = {home_of(t): t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor)}
     for p in trainable:
         p.grad = torch.zeros_like(p)
     meter = _Meter(sum(inputs.values()), device == "cuda")
     hooks = [p.register_post_accumulate_grad_hook(meter.arrived) for p in trainable]
     with meter:
-        with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
+        with _precision(autocast):
             loss = loss_of(model(*args))
         kept = meter.live
         _backward(loss)
@@ -165,6 +185,10 @@ def _step(model: nn.Module, args: tuple[Any, ...], device: str, autocast: torch.
         kept=kept,
         highest=meter.highest,
     )
+
+
+def _precision(autocast: torch.dtype | None) -> torch.autocast:
+    return torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False)
 
 
 def _backward(loss: Tensor) -> None:

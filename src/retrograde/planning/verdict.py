@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..bench.report import size
+from .._base.report import size
 from .predict import Predicted
 
 WORTH = 0.10  # of the peak: a smaller saving over checkpointing is not worth another architecture

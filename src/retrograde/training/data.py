@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .._base.report import counted
 from .errors import TrainingError, reason
 
 END = 0  # stands after every file; text has no such byte
@@ -80,8 +81,8 @@ class Data:
     skipped: int  # binary and empty files in folders
 
     def told(self) -> str:
-        train, held_out = (f"{len(text) / 1e6:.1f} MB in {len(text.parts)} files" for text in (self.train, self.held_out))
-        left = f"; {self.skipped} empty or binary files left out" if self.skipped else ""
+        train, held_out = (f"{len(t) / 1e6:.1f} MB in {counted(len(t.parts), 'file')}" for t in (self.train, self.held_out))
+        left = f"; {counted(self.skipped, 'empty or binary file')} left out" if self.skipped else ""
         return f"{self.name}: {train}, held out {held_out}{left}"
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..bench.meter import LiveBytes
+from .._base.meter import LiveBytes
 from ..models.language import Language
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..bench.picture import COLORS, FAINT, INK, save_png
+from .._base.picture import COLORS, FAINT, INK, save_png
 
 
 def draw(records: list[dict[str, Any]], path: Path, what: str) -> None:

@@ -1,4 +1,4 @@
-"""What users give on the command line, read and checked: functions by name, sizes in bytes, paths. Needs no package."""
+"""Functions that users name on the command line, as "module:function": found, called with sizes, and their errors in one line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from .._base.sizes import bytes_in
-from ..errors import ProgramError
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 class Refused(Exception):
@@ -48,7 +43,7 @@ def load(spec: str, option: str) -> Callable[..., Any]:
             raise Refused(f"{option} {spec}: {module_name} has no {name!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise Refused(f"{option} {spec} is a {type(found).__name__}, not a function")
+        raise Refused(f"{option} {spec} is {kind_of(found)}, not a function")
     return found
 
 
@@ -84,57 +79,18 @@ def _own(parameter: inspect.Parameter) -> bool:
     return parameter.name == "heads" and parameter.default is not parameter.empty
 
 
+def kind_of(thing: object) -> str:
+    """The type of a thing, in a sentence.
+
+    >>> kind_of(3), kind_of("x")
+    ('an int', 'a str')
+    """
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def told(error: BaseException, width: int = 200) -> str:
     """An exception in one short line."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
-def byte_size(text: str, option: str) -> int:
-    """A number of bytes: "3GiB", "512 MiB", "1.5GB" or a plain number.
-
-    >>> byte_size("1.5GiB", "--budget"), byte_size("2kb", "--budget"), byte_size("4096", "--budget")
-    (1610612736, 2000, 4096)
-    """
-    try:
-        return bytes_in(text, option)
-    except ProgramError as error:
-        raise Refused(str(error)) from None
-
-
-def writable(path: Path | None, option: str) -> None:
-    """Refuses a path that no file can be written to, before the work and not after it."""
-    if path and path.is_dir():
-        raise Refused(f"{option} {path} is a directory, name a file in it")
-    if path and not path.parent.is_dir():
-        raise Refused(f"{option} {path}: there is no directory {path.parent}")
-
-
-def picture(path: Path | None, option: str) -> None:
-    """Refuses a picture that cannot be drawn or written, before the work and not after it."""
-    writable(path, option)
-    if path and path.suffix.lower() not in PICTURES:
-        raise Refused(f"{option} {path}: pictures end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
-    if path:
-        importlib.import_module("matplotlib")
-
-
-def device_of(name: str) -> str:
-    """The device that auto, cpu or cuda mean here."""
-    import torch
-
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
-        raise Refused("--device cuda: torch finds no CUDA device here, use --device cpu")
-    return ("cuda" if there else "cpu") if name == "auto" else name
-
-
-def at_least(least: int, **options: int) -> None:
-    """Refuses options that are smaller; names are those of the fields.
-
-    >>> at_least(1, depth=2)
-    """
-    for name, value in options.items():
-        if value < least:
-            raise Refused(f"--{name.replace('_', '-')} must be {least} or more, got {value}")

@@ -1,0 +1,52 @@
+"""Pair blocks: attention and an MLP, or what a user's factory makes. What `retrograde bench` measures and `plan` predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import retrograde as rg
+
+from .._base.loading import Refused, load, sized
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class Attention(nn.Module):
+    """Causal self-attention with a norm in front."""
+
+    def __init__(self, width: int, heads: int = 2):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        batch, length, width = x_BLD.shape
+        q, k, v = self.qkv(self.norm(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+def factory_of(setting: dict[str, Any]) -> Callable[[], Any]:
+    """Makes one block (f, g) per call: attention and an MLP, or what the user's factory returns."""
+    spec, dim = setting["block"], setting["dim"]
+    if spec is None:
+        return lambda: (Attention(dim, setting["heads"]), mlp(dim))
+    return sized(spec, "--block", load(spec, "--block"), {"dim": dim, "heads": setting["heads"]})
+
+
+def net_of(setting: dict[str, Any], depth: int) -> rg.ReversibleSequence:
+    make = factory_of(setting)
+    try:
+        net = rg.ReversibleSequence([make() for _ in range(depth)])
+    except rg.ProgramError as error:
+        raise Refused(f"--block {setting['block']} must return (f, g), or a module with f and g: {error}") from error
+    return net.to(setting["device"], DTYPES[setting["dtype"]])
