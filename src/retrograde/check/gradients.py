@@ -278,7 +278,7 @@ class Drift:
 
     def plot(self, path: str | Path) -> None:
         """Draw it as a PNG; needs matplotlib (pip install retrograde[cli])."""
-        from ..bench.drift_curve import draw_updates
+        from .picture import draw_updates
 
         draw_updates(self, Path(path))
 
