@@ -149,7 +149,7 @@ def test_help_of_forward_is_ours():
 NAMED = [rg.Update, rg.Affine, rg.Momentum, rg.StoreLast, rg.Anchor, rg.Reversible, rg.ReversibleSequence, rg.from_transformer]
 
 
-@pytest.mark.parametrize("made", NAMED, ids=str)
+@pytest.mark.parametrize("made", NAMED, ids=lambda thing: thing.__name__)
 def test_docstrings_name_every_argument(made):
     for name in inspect.signature(made).parameters:
         assert f"`{name}`" in inspect.getdoc(made), name
