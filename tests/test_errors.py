@@ -247,7 +247,7 @@ OUTPUTS = {
 def test_fn_returns(case, memory):
     fault, words = OUTPUTS[case]
     net = Net(memory, fault=fault)
-    with refused(rg.ProgramError, Net.NAME, *words, "Let fn return", net=None if memory == "store" else net):
+    with refused(rg.ProgramError, Net.NAME, *words, "Return ", net=None if memory == "store" else net):
         net.run()
     assert_next_step_is_right(net)
 
@@ -273,7 +273,7 @@ def test_fn_returns_another_tree(case, memory):
     def fn(x):
         return TREES[case](x)
 
-    with refused(rg.ProgramError, "update 1: x2 += fn(x1): fn returned", "Let fn return"):
+    with refused(rg.ProgramError, "update 1: x2 += fn(x1): fn returned", "Return one tensor"):
         rg.run([rg.Update("x1", lambda x: x, "x2"), rg.Update("x2", fn, "x1")], {"x1": stream(), "x2": stream()}, memory=memory)
 
 

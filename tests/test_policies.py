@@ -1,11 +1,14 @@
 """Policies: what runs how often, what is kept, and what is refused. Gradients under each are in all the other files."""
 
+import re
+
 import pytest
 import torch
 from support import WIDTH, assert_same, draw, gradients, loss_of, mlp, mlps, parameters, rg
 from torch import nn
 
 from retrograde.bench.meter import LiveBytes
+from retrograde.memory import Policy
 
 
 class Logged(nn.Module):
@@ -173,3 +176,46 @@ def test_stored_by_budget_and_changed():
         rg.ReplayError, match=r"update 3: b \+= Sequential\(a\): the parameter 'weight' of shape \(12, 6\) was changed"
     ):
         loss.backward()
+
+
+class Planned(Policy):
+    """A policy whose plan is given."""
+
+    def __init__(self, *stretches):
+        self.stretches = list(stretches)
+
+    def __repr__(self):
+        return "Planned"
+
+    def plan(self, blocks):
+        return self.stretches
+
+
+@pytest.mark.parametrize("kind", ["reverse", "checkpoint"])
+def test_functions_may_draw_before_and_after_a_stored_stretch(kind):
+    fns = mlps(6, dropout=0.3)
+    updates, streams = rg.wirings.leapfrog(fns), {"a": draw(), "b": draw()}
+    wanted = [*streams.values(), *parameters(fns)]
+    mixed = Planned(("store", 2, None), (kind, 2, None), ("store", 1, None), (kind, 1, None))
+    found = [gradients(lambda: rg.run(updates, streams, memory=memory), wanted) for memory in (mixed, "store")]
+    assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    ("stretches", "message"),
+    [
+        ([("reverse", 3, None)], "covers 3 updates, and the program has 6"),
+        ([("reverse", 7, None)], "covers 7 updates, and the program has 6"),
+        (
+            [("chekpoint", 6, None)],
+            "unknown kind of stretch in the plan of Planned: 'chekpoint'; known: store, checkpoint, reverse",
+        ),
+        ([("reverse", 7, None), ("store", -1, None)], "the number of updates -1"),
+        ([("reverse", 6, "4GiB")], "the limit '4GiB' for 'reverse'. Only \"reverse\" may have one"),
+        ([("store", 6, 100)], "the limit 100 for 'store'"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(stretches, message):
+    net = rg.Reversible(rg.wirings.leapfrog(mlps(6)), memory=Planned(*stretches))
+    with pytest.raises(rg.ProgramError, match=re.escape(message)):
+        net({"a": draw(), "b": draw()})

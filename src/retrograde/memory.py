@@ -17,7 +17,7 @@ __all__ = ["Anchor", "Budget", "Kind", "Memory", "Policy", "ReverseAbove", "Stor
 Kind: TypeAlias = Literal["store", "checkpoint", "reverse"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-Stretch: TypeAlias = tuple[Kind, int, int | str | None]  # kind, number of updates, limit in bytes
+Stretch: TypeAlias = tuple[Kind, int, int | Literal["auto"] | None]  # kind, number of updates, limit in bytes
 
 
 class Policy(ABC):
@@ -25,7 +25,11 @@ class Policy(ABC):
 
     @abstractmethod
     def plan(self, blocks: Sequence[int]) -> list[Stretch]:
-        """The stretches of a program, given the number of updates in each of its blocks."""
+        """The stretches of a program, given the number of updates in each of its blocks.
+
+        Return a list of `(kind, count, limit)`, from the first update to the last: "store", "checkpoint" or "reverse", a number
+        of updates, and None. All counts add up to `sum(blocks)`. Only "reverse" may have a limit: bytes, or "auto".
+        """
 
 
 @dataclass(frozen=True, repr=False)
@@ -162,4 +166,24 @@ def settled(memory: Memory, value: Any) -> Kind | Policy:
 def plan(memory: Memory, blocks: Sequence[int], streams: Mapping[str, Any]) -> list[Stretch]:
     """The stretches of a program, given the number of updates in each of its blocks."""
     found = settled(check_memory(memory), list(streams.values()))
-    return [(found, sum(blocks), None)] if isinstance(found, str) else found.plan(blocks)
+    if isinstance(found, str):
+        return [(found, sum(blocks), None)]
+    stretches = found.plan(blocks)
+    _check_plan(found, stretches, sum(blocks))
+    return stretches
+
+
+def _check_plan(policy: Policy, stretches: list[Stretch], count: int) -> None:
+    for kind, number, limit in stretches:
+        if kind not in KINDS:
+            raise unknown(f"kind of stretch in the plan of {policy!r}:", kind, KINDS)
+        if limit is not None and (kind != "reverse" or (limit != "auto" and not isinstance(limit, int))):
+            way_out = 'Only "reverse" may have one: a number of bytes, or "auto"'
+            raise ProgramError(f"the plan of {policy!r} has the limit {limit!r} for {kind!r}. {way_out}")
+        if not isinstance(number, int) or number < 0:
+            raise ProgramError(f"the plan of {policy!r} has the number of updates {number!r}. Use a whole number, 0 or more")
+    if sum(number for _, number, _ in stretches) != count:
+        raise ProgramError(
+            f"the plan of {policy!r} covers {sum(number for _, number, _ in stretches)} updates, and the program has {count}. "
+            "The counts must add up to sum(blocks)"
+        )

@@ -198,7 +198,7 @@ class Invertible(Rule):
 
 
 class Inverted(Rule):
-    """Another rule with apply and undo exchanged."""
+    """Another rule with apply and undo swapped."""
 
     def __init__(self, rule: Rule):
         self.rule, self.saves, self.alone = rule, rule.saves, rule.alone

@@ -165,7 +165,7 @@ class ReversibleSequence(Net):
         self._route = checked_route(route, len(self.blocks))
 
     def _program_for(self, side: Mapping[str, Any]) -> Program:
-        """The updates for these side inputs; made anew when a function was exchanged."""
+        """The updates for these side inputs; rebuilt when a function was replaced."""
         if isinstance(self.route, Mapping):
             routed = {name for name, pairs in self.route.items() if any(map(any, pairs))}
             stray = side.keys() - routed

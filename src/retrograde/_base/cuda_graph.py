@@ -1,8 +1,8 @@
 """Random numbers inside a CUDA graph: a generator cannot be read or set while a graph is captured, so what was drawn is kept.
 
 In the first run of a fn, the results of operations that draw are kept (a dropout's mask and output, not what leads to them or
-follows from them); in its second run those operations return them. So each replay of the graph draws new numbers, and within one
-replay both runs see the same.
+follows from them); in the recomputation those operations return them. So each replay of the graph draws new numbers, and
+within one replay both runs see the same.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Drawn(TorchDispatchMode):
 
 
 class DrawnAgain(TorchDispatchMode):
-    """Around the second run: operations that draw return what was kept."""
+    """Around the recomputation: operations that draw return what was kept."""
 
     def __init__(self, drawn: Drawn, where: str):
         super().__init__()

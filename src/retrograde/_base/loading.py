@@ -48,7 +48,7 @@ def load(spec: str, option: str) -> Callable[..., Any]:
 
 
 def called(spec: str, option: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What the factory returns; an exception of its own is told in one line."""
+    """What the factory returns; an exception of its own is reported in one line."""
     try:
         return factory(*args, **kwargs)
     except Exception as error:

@@ -16,7 +16,7 @@ from ..errors import BudgetTooSmall, ProgramError
 
 
 class Learned:
-    """What passes at the same sizes have taught: of what is free, and of functions in two forms (forms.py).
+    """What passes at the same sizes have taught: of what is free, and of functions in two forms (_base/lean.py).
 
     The first pass runs all in the full form and the second in the lean one, both counted; from then on it is known what each
     update saves, and nothing is counted any more.

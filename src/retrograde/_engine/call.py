@@ -20,6 +20,7 @@ from .replay import replaying
 
 Streams: TypeAlias = dict[str, Any]
 _version = attrgetter("_version")
+_SEE = "Return what the rule of this update takes (docs/rules.md)"
 
 observer: Callable[..., None] | None = None  # rg.check looks over the engine's shoulder through this, after a call …
 entering: Callable[..., None] | None = None  # … and before it
@@ -147,7 +148,8 @@ def fitting(index: int, update: Update, target: Any, out: Any) -> Any:
     """fn's output, if its rule can apply it to the target."""
     why = update.rule.mismatch(target, out)
     if why:
-        raise errors.ProgramError(f"{why}. Let fn return what the rule can apply to the target", errors.at(index, update))
+        way_out = "Return one tensor of the stream's shape (of attention, `out[0]`)" if update.rule.symbol == "+=" else _SEE
+        raise errors.ProgramError(f"{why}. {way_out}", errors.at(index, update))
     if isinstance(target, Exact) and target.form.ledger is not None:
         target.form.ledger.index = index
     return out

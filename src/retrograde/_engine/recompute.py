@@ -34,7 +34,6 @@ def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
     swap = record.modules.put_in(record)
     store: list[Any] = []
     places: list[Place] = []
-    difference: str | None = None
     form = use_lean(record.lean)
     drawn_before, drawn_after = record.drawn
     with recomputing(context.modes):

@@ -46,9 +46,10 @@ def run(
 ) -> dict[str, S]:
     """Run the updates over the streams and return the final streams.
 
-    `side` holds the side inputs by name; `memory` says what is kept for backward, `arithmetic` how streams are added to. `verify`
-    says what happens where backward finds that fn does not return again what it returned in the forward pass, so that gradients
-    would be wrong: "error", "warn" or "off" (then nobody looks).
+    - `updates`: a list of `rg.Update`. `streams`: the first streams by name, tensors or trees of tensors.
+    - `side`: the side inputs (masks, context) by name.
+    - `memory`: what is kept for backward. `arithmetic`: how outputs are added to streams.
+    - `verify`: "error", "warn" or "off". What to do if a function returns something else when backward recomputes it.
 
     >>> import torch, retrograde as rg
     >>> f, g = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -74,9 +75,9 @@ def invert(
     arithmetic: Arithmetic = "auto",
     verify: Verify = "error",
 ) -> dict[str, S]:
-    """From the final streams back to the first: `run` on the reversed list with apply and undo exchanged.
+    """From the final streams back to the first: `run` on the reversed list with apply and undo swapped. Arguments as for `run`.
 
-    It calls fn anew, so it returns the inputs where fn is a function of its arguments: not with active dropout.
+    It calls each fn again, so it returns the inputs if fn depends on its arguments alone: not with active dropout.
     """
     program = updates if isinstance(updates, Program) else Program(updates)
     if torch.compiler.is_dynamo_compiling():
@@ -132,7 +133,7 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
     state = _distinct({name: dense(value) if name in program.names else value for name, value in streams.items()}, side)
     if not torch.is_grad_enabled():
         stretches = [("store", len(program.updates), None)]
-    elif _transformed():
+    elif in_transform() or in_forward_mode():
         if any(kind != "store" for kind, _, _ in stretches):
             warnings.warn(
                 "saved-tensor hooks are not allowed under torch.func transforms and forward-mode AD: "
@@ -146,7 +147,8 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
         refuse(module for one in held for module in one.modules)
     exact = exact_streams(arithmetic, program, state, held)
     ledger = Ledger(program.updates, list(exact))
-    for ledger.index, name in enumerate(exact, len(program.updates)):
+    for number, name in enumerate(exact, len(program.updates)):
+        ledger.index = number
         state[name] = carried(state[name], ledger, exact[name])
     context = Context(program, held, state, side, verify) if needed else None
     if context is not None:
@@ -156,12 +158,14 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
         for kind, count, limit in stretches:
             plain = _STRETCH[kind](program, range(start, start + count), state, side, context, limit)
             start += count
+            if context is not None:
+                context.draws.since()  # a stretch that is stored may have drawn as well
         if context is not None:
             context.check_side()
     for name in exact:
         state[name] = read(state[name])
-    if plain:  # what the caller gets is no source of the last updates, under any policy
-        for name in {update.target for update in program.updates}:
+    if plain:  # views: the caller may edit what it gets, and autograd has saved these as sources
+        for name in dict.fromkeys(update.target for update in program.updates):
             state[name] = each(lambda t: t.view_as(t) if t.requires_grad else t, state[name])
     ledger.close(t for name in exact for t in tensors(state[name]))
     return state
@@ -178,10 +182,6 @@ def _distinct(state: Streams, side: Streams) -> Streams:
         return t
 
     return {name: each(fresh, value) for name, value in state.items()}
-
-
-def _transformed() -> bool:
-    return in_transform() or in_forward_mode()
 
 
 # -- the kinds of stretches --------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def _reverse(program: Program, indices: range, state: Streams, side: Streams, co
 
 
 def _walkable(program: Program, indices: range, state: Streams, context: Context, **how: Any) -> None:
-    """Runs that walk back."""
+    """Under hooks: a run for each set of connected streams."""
     runs: dict[str, Run] = {}
     for index in indices:
         name = program.components[index]
@@ -225,7 +225,7 @@ def _walkable(program: Program, indices: range, state: Streams, context: Context
 
 
 def _within(limit: int | str, program: Program, indices: range, state: Streams, side: Streams, context: Context) -> bool:
-    """What fits into a budget is stored. Of functions in two forms, compiled for these sizes, what they save is known in time.
+    """What fits into a budget is stored. For functions in two forms two passes measure what they save; later ones plan by that.
 
     Returns whether the last updates run as ordinary autograd.
     """
@@ -233,7 +233,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
     streams = [t for name in program.names for t in tensors(state[name])]
     forms = two_forms(update.fn for update in program.updates)
-    if not forms and not isinstance(limit, str):  # nothing to learn
+    if not forms and limit != "auto":  # nothing to learn
         _walkable(program, indices, state, context, purse=Purse(limit, streams, room))
         return False
     key = (limit, room, len(indices), *context.looks(streams), *(looks(program) if forms else ()))
@@ -241,12 +241,12 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     learned = known.setdefault(key, Learned())
     while len(known) > _SIZES:
         known.pop(next(iter(known)), None)
-    if isinstance(limit, str):
+    if limit == "auto":
         free = budget.free_bytes(program, streams)
         if learned.free is None or free < learned.free:  # what fitted may not fit now
             known[key] = learned = Learned(free)
         limit = learned.free or free
-    learns = forms and not under_hooks()  # under hooks it may be run again, and must not have another plan then
+    learns = forms and not under_hooks()  # an outer checkpoint may run this again, and needs the same plan
     if not learns or len(learned.sizes) < 2:
         purse = Purse(limit, streams, room)
         try:

@@ -1,4 +1,4 @@
-"""The ways to train that are compared, as data: what a worker process is told."""
+"""The ways to train that are compared, as data: what a worker process is given."""
 
 from __future__ import annotations
 

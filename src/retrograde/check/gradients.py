@@ -74,7 +74,7 @@ def gradients(net: nn.Module, /, *inputs: Any, **side: Any) -> Report:
     """Compare the gradients of `net(*inputs, **side)` under its own memory policy with memory="store", over three steps.
 
     `net` is any module whose forward runs reversible programs. The first step has the inputs given, the others have batches made
-    of them: elements of floating tensors, and rows of ids and masks, are drawn anew. Each step starts from the state that the
+    of them: elements of floating tensors, and rows of ids and masks, are drawn again. Each step starts from the state that the
     one before has left. Gradients of parameters, inputs and side inputs are compared; tolerance 1e-9 in float64, 1e-4 in float32,
     5e-3 below. If they differ, the report names the first update where they part. Besides, `findings` has the fns that on the
     same sources do not return the same bits twice (non-deterministic, or stateful: what they change changes what they return),

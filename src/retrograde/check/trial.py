@@ -152,7 +152,7 @@ class Trial:
 def _another(value: Any, generator: torch.Generator, rows: dict[int, Tensor]) -> Any:
     """A tensor of the same kind with other values, all of which it has already.
 
-    Of floats, elements drawn anew; of ids and masks, rows, so that each stays what it is: the same ones in all such tensors.
+    Of floats, elements drawn again; of ids and masks, rows, so that each stays what it is: the same ones in all such tensors.
     """
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or not value.numel():
         return value

@@ -81,7 +81,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     if "--version" in rest:
         print(f"retrograde {__version__}")
         return 0
-    import_module("tyro")  # a missing extra is told before a command loads its own
+    import_module("tyro")  # a missing extra is reported before a command loads its own
     command = import_module(f"{__package__}.{name}")
     old_names = getattr(command, "OLD_NAMES", {})
     return command.run(parsed(command.Options, rest, f"retrograde {name}", old_names)) or 0

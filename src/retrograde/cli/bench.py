@@ -72,7 +72,7 @@ def run(options: Options) -> int:
     setting = setting_of(options)
     asked = variants_of(options, setting["device"])
     draw = drawing(options)
-    net_of({**setting, "device": "cpu"}, 1)  # a block that cannot be made is told before anything starts
+    net_of({**setting, "device": "cpu"}, 1)  # a block that cannot be made is reported before anything starts
     found: list[Measured] = []
     interrupted = False
     with progress() as bar:
@@ -106,7 +106,7 @@ def run(options: Options) -> int:
 
 
 def drawing(options: Options) -> Callable[[Comparison], None]:
-    """Draws what is asked for; what would stand in the way is told at once."""
+    """Draws what is asked for; what would stand in the way is reported at once."""
     writable(options.json, "--json")
     picture(options.plot, "--plot")
     picture(options.plot_depth, "--plot-depth")

@@ -169,7 +169,7 @@ def memory_size(text: str, option: str) -> int:
 
 
 def drawing(options: Options) -> Callable[[Plan, Planner], None]:
-    """Draws if asked to; what would stand in the way is told at once."""
+    """Draws if asked to; what would stand in the way is reported at once."""
     writable(options.json, "--json")
     picture(options.plot, "--plot")
     path = options.plot

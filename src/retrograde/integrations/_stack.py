@@ -106,7 +106,7 @@ class Stack(Chosen):
             kind = type(self.layers[0]).__name__
             raise ProgramError(
                 f"{kind} is post-norm: its norm acts on the sum of stream and branch, so no mixture of two streams begins as the "
-                "original net. Retrofit is for pre-norm nets; reversible_(model) without beta trains a two-stream net anew"
+                "original net. Retrofit is for pre-norm nets; reversible_(model) without beta is for training from scratch"
             )
         if beta < self._beta:  # undoing divides by beta: what was right above is not below, until it is measured there
             self.reversing = False
@@ -120,7 +120,7 @@ class Stack(Chosen):
         return self.memory if self.reversing or self.memory == "store" else "checkpoint"
 
     def parts(self) -> list[tuple[Any, Any]]:
-        """f and g of each layer, made anew when a child of a layer was exchanged."""
+        """f and g of each layer, rebuilt when a child of a layer was replaced."""
         made_of = [
             child
             for layer, family in zip(self.layers, self.families, strict=True)

@@ -1,4 +1,4 @@
-"""What a plan is about: blocks of ours or the user's, or the user's whole model, made anew at any depth and input size."""
+"""What a plan is about: blocks of ours or the user's, or the user's whole model, rebuilt at any depth and input size."""
 
 from __future__ import annotations
 
