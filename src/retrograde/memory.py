@@ -17,7 +17,7 @@ __all__ = ["Anchor", "Budget", "Kind", "Memory", "Policy", "ReverseAbove", "Stor
 Kind: TypeAlias = Literal["store", "checkpoint", "reverse"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-Stretch: TypeAlias = tuple[Kind, int, int | Literal["auto"] | None]  # kind, number of updates, limit in bytes
+Stretch: TypeAlias = tuple[Kind, int, int | str | None]  # kind, number of updates, limit in bytes
 
 
 class Policy(ABC):

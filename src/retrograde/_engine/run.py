@@ -233,7 +233,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
     streams = [t for name in program.names for t in tensors(state[name])]
     forms = two_forms(update.fn for update in program.updates)
-    if not forms and limit != "auto":  # nothing to learn
+    if not forms and not isinstance(limit, str):  # nothing to learn
         _walkable(program, indices, state, context, purse=Purse(limit, streams, room))
         return False
     key = (limit, room, len(indices), *context.looks(streams), *(looks(program) if forms else ()))
@@ -241,7 +241,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     learned = known.setdefault(key, Learned())
     while len(known) > _SIZES:
         known.pop(next(iter(known)), None)
-    if limit == "auto":
+    if isinstance(limit, str):  # "auto"
         free = budget.free_bytes(program, streams)
         if learned.free is None or free < learned.free:  # what fitted may not fit now
             known[key] = learned = Learned(free)
