@@ -23,7 +23,7 @@ docs: .venv/installed  # into site/; open site/index.html. A warning is an error
 dist: .venv/installed  # wheel and sdist, into dist/; the wheel is made from the sdist, and tried outside of this folder
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
-	$(BIN)/python tests/try_wheel.py dist/*.whl
+	$(BIN)/python tests/docs/try_wheel.py dist/*.whl
 	ls -l dist
 
 test-integrations: .venv-integrations/installed

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
 import retrograde as rg
 
+TESTS = ROOT / "tests"
 SOURCE = Path(rg.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 # From the ground up: a package imports from itself and from those before it. Those in one entry know nothing of each other.
@@ -80,8 +82,8 @@ def test_private_names_of_torch_stand_in_one_file():
     assert not found, "move these to _base/torch_private.py, with the reason:\n" + "\n".join(found)
 
 
-def lines_of(paths):
-    return {path.relative_to(SOURCE).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+def lines_of(paths, root=SOURCE):
+    return {path.relative_to(root).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
 
 
 def test_files_are_short(capsys):
@@ -93,3 +95,15 @@ def test_files_are_short(capsys):
     assert {name: size for name, size in sizes.items() if size > 350} == {}
     assert engine <= 2000
     assert root <= 1900
+
+
+def test_test_files_are_short():
+    sizes = lines_of(TESTS.rglob("*.py"), TESTS)
+    assert len(sizes) > 50
+    assert {name: size for name, size in sizes.items() if size > 600} == {}
+
+
+def test_test_files_have_names_of_their_own():
+    """They are imported by their names alone: no two may share one."""
+    names = [path.name for path in TESTS.rglob("*.py") if path.name not in ("__init__.py", "conftest.py")]
+    assert sorted(names) == sorted(set(names))
