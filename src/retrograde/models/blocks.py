@@ -13,6 +13,8 @@ import retrograde as rg
 
 from .._base.loading import Refused, load, sized
 
+__all__ = ["DTYPES", "Attention", "factory_of", "mlp", "net_of"]
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
