@@ -27,6 +27,7 @@ class Attention(nn.Module):
         self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
+        """What each position takes from itself and those before it."""
         batch, length, width = x_BLD.shape
         q, k, v = self.qkv(self.norm(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
