@@ -27,13 +27,29 @@ class Policy(ABC):
     def plan(self, blocks: Sequence[int]) -> list[Stretch]:
         """The stretches of a program, given the number of updates in each of its blocks.
 
-        Return a list of `(kind, count, limit)`, from the first update to the last: "store", "checkpoint" or "reverse", a number
-        of updates, and None. All counts add up to `sum(blocks)`. Only "reverse" may have a limit: bytes, or "auto".
+        A list of `(kind, count, limit)`, from the first update to the last: "store", "checkpoint" or "reverse", a number of
+        updates, and None. All counts add up to `sum(blocks)`. Only "reverse" may have a limit: bytes, or "auto".
         """
 
 
+class _Counted(Policy):
+    """A policy with two arguments of which one is given: a number of updates, or one of blocks."""
+
+    def __post_init__(self) -> None:
+        updates, blocks = vars(self)
+        given = [name for name, value in vars(self).items() if value is not None]
+        if len(given) != 1:
+            name = type(self).__name__
+            raise ProgramError(f"rg.{name}: give either {updates}=… (counted in updates) or {blocks}=… (in blocks)")
+        _positive(self, given[0], getattr(self, given[0]))
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value is not None)
+        return f"{type(self).__name__}({given})"
+
+
 @dataclass(frozen=True, repr=False)
-class StoreLast(Policy):
+class StoreLast(_Counted):
     """Ordinary autograd for the last `blocks` blocks, or for the last `k` updates, and reversal below them: time for memory.
 
     A block of `rg.ReversibleSequence` is two updates, f and g. In other nets a block is a run of updates that changes each stream
@@ -47,12 +63,6 @@ class StoreLast(Policy):
     k: int | None = None
     blocks: int | None = None
 
-    def __post_init__(self) -> None:
-        _one_of(self, "k", "blocks")
-
-    def __repr__(self) -> str:
-        return _told(self)
-
     def plan(self, blocks: Sequence[int]) -> list[Stretch]:
         count = sum(blocks)
         stored = min(self.k, count) if self.blocks is None else sum(blocks[-self.blocks :])  # type: ignore[type-var]
@@ -61,7 +71,7 @@ class StoreLast(Policy):
 
 
 @dataclass(frozen=True, repr=False)
-class Anchor(Policy):
+class Anchor(_Counted):
     """Reversal, with the streams kept every `every_blocks` blocks, or `every` updates: drift starts anew there.
 
     Blocks are those of `rg.StoreLast`.
@@ -69,12 +79,6 @@ class Anchor(Policy):
 
     every: int | None = None
     every_blocks: int | None = None
-
-    def __post_init__(self) -> None:
-        _one_of(self, "every", "every_blocks")
-
-    def __repr__(self) -> str:
-        return _told(self)
 
     def plan(self, blocks: Sequence[int]) -> list[Stretch]:
         parts, every = (blocks, self.every_blocks) if self.every is None else ([1] * sum(blocks), self.every)
@@ -131,19 +135,6 @@ class ReverseAbove:
 Memory: TypeAlias = Kind | Policy | ReverseAbove
 
 
-def _one_of(policy: Any, updates: str, blocks: str) -> None:
-    given = {name: value for name in (updates, blocks) if (value := getattr(policy, name)) is not None}
-    if len(given) != 1:
-        raise ProgramError(f"rg.{type(policy).__name__}: give either {updates}=… (counted in updates) or {blocks}=… (in blocks)")
-    for name, value in given.items():
-        _positive(policy, name, value)
-
-
-def _told(policy: Any) -> str:
-    given = ", ".join(f"{name}={value!r}" for name, value in vars(policy).items() if value is not None)
-    return f"{type(policy).__name__}({given})"
-
-
 def _positive(policy: Any, name: str, value: Any, or_else: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ProgramError(f"{policy}: {name} must be a whole number (an int), 1 or more{or_else}")
@@ -174,16 +165,12 @@ def plan(memory: Memory, blocks: Sequence[int], streams: Mapping[str, Any]) -> l
 
 
 def _check_plan(policy: Policy, stretches: list[Stretch], count: int) -> None:
-    for kind, number, limit in stretches:
+    for kind, _, limit in stretches:
         if kind not in KINDS:
             raise unknown(f"kind of stretch in the plan of {policy!r}:", kind, KINDS)
-        if limit is not None and (kind != "reverse" or (limit != "auto" and not isinstance(limit, int))):
+        if limit is not None and not (kind == "reverse" and (limit == "auto" or isinstance(limit, int))):
             way_out = 'Only "reverse" may have one: a number of bytes, or "auto"'
             raise ProgramError(f"the plan of {policy!r} has the limit {limit!r} for {kind!r}. {way_out}")
-        if not isinstance(number, int) or number < 0:
-            raise ProgramError(f"the plan of {policy!r} has the number of updates {number!r}. Use a whole number, 0 or more")
-    if sum(number for _, number, _ in stretches) != count:
-        raise ProgramError(
-            f"the plan of {policy!r} covers {sum(number for _, number, _ in stretches)} updates, and the program has {count}. "
-            "The counts must add up to sum(blocks)"
-        )
+    if any(number < 0 for _, number, _ in stretches) or sum(number for _, number, _ in stretches) != count:
+        numbers = " + ".join(str(number) for _, number, _ in stretches)
+        raise ProgramError(f"the plan of {policy!r} covers {numbers} updates, and the program has {count}")

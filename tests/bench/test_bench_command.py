@@ -358,7 +358,7 @@ def test_an_interrupt_ends_the_worker_and_shows_what_there_is(here):
         ("--block blocks", "'blocks' is not of the form module:function"),
         ("--block blocks:raising", "--block blocks:raising raises RuntimeError: no luck"),
         ("--block blocks:one", "must return (f, g), or a module with f and g: block 0 is a Branch"),
-        ("--block blocks:three", "must return (f, g), or a module with f and g: block 0 is a list of 3"),
+        ("--block blocks:three", "must return (f, g), or a module with f and g: block 0 is a list of three functions"),
         ("--depth 0", "--depth must be 1 or more, got 0"),
         ("--depth 2 -1", "--depth must be 1 or more, got -1"),
         ("--depth two", "--depth 'two' is not a whole number"),

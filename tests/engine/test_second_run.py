@@ -474,7 +474,7 @@ def test_torchscript_is_refused(memory, make, inside):
     """Its executor looks at the first runs and changes what the next ones save; store does not mind."""
     fn = make(linear())
     fn = nn.Sequential(fn, nn.Tanh()) if inside else fn
-    refused = r"update 0: a .*TorchScript.*Give the module that it was made of"
+    refused = r"update 0: a .*TorchScript.*Use the module that it was made of"
     with pytest.raises(rg.ProgramError, match=refused):
         wound(fn, memory)(draw(), draw())
     net = rg.Reversible([rg.Update("a", fn, "b")], memory=memory)

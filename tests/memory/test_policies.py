@@ -200,7 +200,7 @@ def test_functions_may_draw_before_and_after_a_stored_stretch(kind):
             [("chekpoint", 6, None)],
             "unknown kind of stretch in the plan of Planned: 'chekpoint'; known: store, checkpoint, reverse",
         ),
-        ([("reverse", 7, None), ("store", -1, None)], "the number of updates -1"),
+        ([("reverse", 7, None), ("store", -1, None)], "covers 7 + -1 updates"),
         ([("reverse", 6, "4GiB")], "the limit '4GiB' for 'reverse'. Only \"reverse\" may have one"),
         ([("store", 6, 100)], "the limit 100 for 'store'"),
     ],

@@ -58,8 +58,7 @@ class Source(torch.autograd.Function):
         return None, None
 
 
-# Here no transform is ever around.
-_vault = quick_apply(Vault)
+_vault = quick_apply(Vault)  # here no transform is ever around
 keep = quick_apply(Keep)
 _NOTHING = torch.empty(0, requires_grad=True)
 _source = quick_apply(Source)

@@ -131,12 +131,12 @@ def _changes(t: Recomputed) -> str:
     return f"it changes its {' and its '.join(t.changed)}"
 
 
-def drifting(own: Pass, known: list[Finding]) -> list[Finding]:
-    """The first update with sources that are off, unless a fn above it is at fault."""
+def drifting(own: Pass, known: list[Finding], share: float = 1.0) -> list[Finding]:
+    """The first update with sources that are off by this share of the tolerance, unless a fn above it is at fault."""
     faulty = {f.place for f in known}
     editing = {f.place for f in known if f.kind == "editing"}  # what they are given is off by their own doing
     for t in own.recomputed:
-        if t.drifted and t.place not in editing:
+        if t.drift > share and t.place not in editing:
             worst = max(own.recomputed, key=lambda one: one.relative)
             detail = (
                 f"its sources were recovered with a relative error of {t.relative:.1e} (the largest is {worst.relative:.1e}, at "

@@ -19,6 +19,7 @@ from .passes import Pass, Place, norm, relative, tolerance, vector_error
 from .trial import Trial
 
 STEPS = 3
+_LITTLE = 0.01
 FAR = (9_999, 10_000)  # where counters are set to: a check of theirs may come before or after they are counted up
 _NOT_FINITE = "gradients are not finite under memory='store' either"
 _IN_STEP = "in step {}, on another batch"
@@ -143,9 +144,10 @@ def _step(trial: Trial) -> tuple[Report, Pass | None]:
     first, cause = None, None
     if bad:
         first, cause = _parting(own, findings) or _of_parameter(own, trial.net, bad)
-        if not findings and (fault := wrong_backward(own, first)):
-            findings = [fault]
-            first, cause = fault.where, fault.cause
+        if not findings:  # a little drift may be much in a gradient
+            fault = wrong_backward(own, first)
+            findings = [fault] if fault else with_lines(own, drifting(own, [], _LITTLE), trial.run)
+            first, cause = (findings[0].where, findings[0].cause) if findings else (first, cause)
     furthest = max(own.recomputed, key=lambda t: t.relative, default=None)
     report = Report(
         ok=not bad,

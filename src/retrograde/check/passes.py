@@ -43,8 +43,8 @@ class Recomputed:
     absolute: float  # how far its sources are apart …
     relative: float
     output: float  # … and its output: 0 if it is the same to the bit
-    drifted: bool  # the sources are further apart than the tolerance …
-    parted: bool  # … or the output is
+    drift: float  # the sources are so many times the tolerance apart
+    parted: bool  # they are more than once, or the output is
     rounding: float  # how far rounding in another order may take an output
     drawn: list[str]  # random generators outside of torch that the recomputation drew from
     changed: list[str]  # plain state that the first run changed
@@ -209,10 +209,10 @@ def _compared(place: Place, index: int, update: Update, second: Any, first: Any)
     absolute = max(map(_largest, seen, then_seen), default=0.0) if far else 0.0
     same = [(t.shape, t.dtype) for t in gave] == [(t.shape, t.dtype) for t in then_gave]
     output = max(map(relative, gave, then_gave), default=0.0) if same else math.inf
-    drifted = far > tolerance(*seen)
-    parted = drifted or output > 10 * tolerance(*gave)
+    drift = far / tolerance(*seen) if far else 0.0
+    parted = drift > 1 or output > 10 * tolerance(*gave)
     names = list(map(str, changed))
-    return Recomputed(place, index, update, absolute, far, output, drifted, parted, _rounding(*gave), drawn, names)
+    return Recomputed(place, index, update, absolute, far, output, drift, parted, _rounding(*gave), drawn, names)
 
 
 # -- how far apart -----------------------------------------------------------------------------------------------------

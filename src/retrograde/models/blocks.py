@@ -13,6 +13,8 @@ import retrograde as rg
 
 from .._base.loading import Refused, load, sized
 
+__all__ = ["DTYPES", "Attention", "factory_of", "mlp", "net_of"]
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -25,6 +27,7 @@ class Attention(nn.Module):
         self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
+        """What each position takes from itself and those before it."""
         batch, length, width = x_BLD.shape
         q, k, v = self.qkv(self.norm(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
