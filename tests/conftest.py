@@ -1,3 +1,4 @@
+import gc
 from importlib.util import find_spec
 
 import pytest
@@ -16,6 +17,11 @@ collect_ignore_glob = [path for package, paths in NEEDED.items() if not find_spe
 def pytest_addoption(parser):
     if not find_spec("pytest_timeout"):
         parser.addini("timeout", "of pytest-timeout, without which tests may run for ever")
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # thousands of tests are objects too: no test's collection goes through them
 
 
 @pytest.fixture(autouse=True)

@@ -146,7 +146,7 @@ class Logged(nn.Module):
 
     def forward(self, *sources: Tensor) -> Tensor:
         self.log.append(f"{self.name} again" if rg.replaying() else self.name)
-        return self.fn(sum(sources))
+        return self.fn(sum(sources[1:], start=sources[0]))
 
 
 def parameters(fns: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -234,7 +234,7 @@ def test_planted_faults_are_found(kind, where, memory):
     report = rg.check.gradients(net, *inputs)
     name = f"update {where}: " + ("b += Fault(a)" if where % 2 else "a += Fault(b)")
     told, detail = FAULTS[kind]
-    assert all("test_check.py:" in finding.line for finding in report.findings)
+    assert all("check_support.py:" in finding.line for finding in report.findings)
     assert report.ok == harmless(kind, where, memory), str(report)
     assert bool(report) is report.ok  # `assert rg.check.gradients(net, x)` is what people write
     if not report.ok:
@@ -268,7 +268,7 @@ def test_noise_of_atomics_in_float32_is_found_though_gradients_agree():
     fns = [fn.float() for fn in mlps(6)]
     fns[2] = Fault("noise").float()
     report = rg.check.gradients(
-        rg.Reversible(rg.wirings.leapfrog(fns)), {name: t.detach().float() for name, t in streams().items()}
+        rg.Reversible(rg.wirings.leapfrog(fns)), {name: t.detach().float() for name, t in streams(4).items()}
     )
     assert report.ok
     (finding,) = report.findings
@@ -325,7 +325,9 @@ def test_two_faults_and_the_program_they_are_in():
         ("second", "non-deterministic", "update 3: x2 += Fault(x1)"),
         ("first", "stateful", "update 0: x1 += Fault(x2)"),
     ]
-    assert re.search(r"found at first, update 0: x1 \+= Fault\(x2\) \(.*test_check.py:\d+\): stateful: it changes", str(report))
+    assert re.search(
+        r"found at first, update 0: x1 \+= Fault\(x2\) \(.*check_support.py:\d+\): stateful: it changes", str(report)
+    )
 
 
 def test_a_fault_inside_a_larger_model():
@@ -345,7 +347,7 @@ def steep(dtype=torch.float32, std=3.0, **kwargs):
         nn.init.normal_(fn[0].weight, std=std)
         nn.init.normal_(fn[2].weight, std=std)
     return rg.Reversible(rg.wirings.leapfrog(fns), **kwargs).to(dtype), {
-        name: t.detach().to(dtype) for name, t in streams().items()
+        name: t.detach().to(dtype) for name, t in streams(4).items()
     }
 
 

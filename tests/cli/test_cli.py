@@ -31,14 +31,14 @@ def test_version():
 
 
 @pytest.mark.parametrize("name", app.COMMANDS)
-def test_every_command_has_help_without_colours(name):
-    done = retrograde_command(name, "--help")
-    assert done.returncode == 0
-    assert "--help" in done.stdout
-    assert "--json" in done.stdout
-    assert "\x1b" not in done.stdout + done.stderr
-    assert "None" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+def test_every_command_has_help_without_colours(name, launcher):
+    done = launcher.run(name, "--help")
+    assert done.rc == 0
+    assert "--help" in done.out
+    assert "--json" in done.out
+    assert "\x1b" not in done.out + done.err
+    assert "None" not in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", app.COMMANDS)

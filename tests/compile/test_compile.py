@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support import REPLAYED, assert_same, rg
+from support import REPLAYED, assert_same, every_pair, name_of, rg
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -90,10 +90,11 @@ def whole(model, compile_):
     return compile_(model)
 
 
-@pytest.mark.parametrize("compiled", [each_fn, in_place, whole])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("split", ["copy", "chunk"])
-@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@pytest.mark.parametrize(
+    ("compiled", "dynamic", "split", "memory"),
+    every_pair([each_fn, in_place, whole], [False, True], ["copy", "chunk"], MEMORIES),
+    ids=name_of,
+)
 def test_aot_eager(memory, split, dynamic, compiled):
     same_as_plain(Model(split), memory, "aot_eager", dynamic, compiled)
 

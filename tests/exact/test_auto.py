@@ -8,6 +8,7 @@ import pytest
 import torch
 from exact_support import (
     DRIFTS,
+    MEMORIES,
     SETTINGS,
     SHORT,
     Case,
@@ -15,14 +16,13 @@ from exact_support import (
     amp,
     assert_equal,
     draw,
-    every_policy,
     hidden,
     observed,
     sequence,
     store_too,
     wired,
 )
-from support import loss_of, rg
+from support import every_pair, loss_of, name_of, rg
 from torch import nn
 
 # -- the default -------------------------------------------------------------------------------------------------------
@@ -248,8 +248,7 @@ def test_complex_streams_beside_16_bits():
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("setting", ["float32", "float64", "bfloat16"])
-@store_too
+@pytest.mark.parametrize(("setting", "memory"), every_pair(["float32", "float64", "bfloat16"], ["store", *MEMORIES]), ids=name_of)
 def test_fn_edits_its_source(memory, setting):
     """The same error as under float."""
     messages = []
@@ -274,9 +273,11 @@ def refused_or_right(step, memory):
         assert_equal([*found, None], [*step("store", False), None])
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
-@pytest.mark.parametrize("setting", ["float32", "float64", "bf16 autocast", "bfloat16"])
-@every_policy
+@pytest.mark.parametrize(
+    ("name", "setting", "memory"),
+    every_pair(["a", "b"], ["float32", "float64", "bf16 autocast", "bfloat16"], MEMORIES),
+    ids=name_of,
+)
 def test_output_is_edited(memory, setting, name):
     """After the forward pass."""
     case = Case(setting, rg.wirings.leapfrog([Fn(dropout=0.0) for _ in range(6)]), {"a": draw(), "b": draw()})
@@ -292,8 +293,9 @@ def test_output_is_edited(memory, setting, name):
     refused_or_right(step, memory)
 
 
-@pytest.mark.parametrize("setting", ["float32", "float64", "bf16 autocast", "bfloat16"])
-@every_policy
+@pytest.mark.parametrize(
+    ("setting", "memory"), every_pair(["float32", "float64", "bf16 autocast", "bfloat16"], MEMORIES), ids=name_of
+)
 def test_input_is_edited(memory, setting):
     """The streams that were given, after the forward pass."""
     start = {"a": draw(grad=False), "b": draw(grad=False)}

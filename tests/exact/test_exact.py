@@ -17,14 +17,13 @@ from exact_support import (
     assert_equal,
     cast,
     draw,
-    every_policy,
     every_setting,
     exact,
     same,
     store_too,
     wired,
 )
-from support import POLICIES, loss_of, rg
+from support import POLICIES, every_pair, loss_of, name_of, rg
 from torch import nn
 from trees import TREES, Tree
 
@@ -36,9 +35,7 @@ WIRINGS = ["pair", "dual", "cross", "leapfrog", "three in turn", "groups"]
 # -- equal to the bit --------------------------------------------------------------------------------------------------
 
 
-@every_setting
-@pytest.mark.parametrize("name", WIRINGS)
-@every_policy
+@pytest.mark.parametrize(("setting", "name", "memory"), every_pair(SETTINGS, WIRINGS, MEMORIES), ids=name_of)
 def test_wiring(memory, name, setting, recovered):
     """Gradients of parameters, inputs and context."""
     exact(wired(name, setting, 4), memory, recovered)
@@ -88,8 +85,7 @@ def test_exact_is_close_to_float(name, setting, tolerance):
             assert (a - b).norm() <= tolerance * b.norm()
 
 
-@every_setting
-@every_policy
+@pytest.mark.parametrize(("setting", "memory"), every_pair(SETTINGS, MEMORIES), ids=name_of)
 def test_batchnorm(memory, setting, recovered):
     """Statistics, which are among what is compared, move once."""
     case = wired("pair", setting, 4, functools.partial(Fn, norm=nn.BatchNorm1d))

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from exact_support import MEMORIES, ROWS, SETTINGS, Case, Fn, amp, assert_equal, draw, every_policy, observed, sequence, wired
-from support import WIDTH, loss_of, parameters, rg
+from support import WIDTH, every_pair, loss_of, name_of, parameters, rg
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -61,9 +61,9 @@ def inside(case, out):
 WAYS = [twice, retained, some, one_output, batched, in_autocast, inside]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("setting", ["float32", "bfloat16", "bf16 autocast", "float64"])
-@every_policy
+@pytest.mark.parametrize(
+    ("way", "setting", "memory"), every_pair(WAYS, ["float32", "bfloat16", "bf16 autocast", "float64"], MEMORIES), ids=name_of
+)
 def test_autograd(memory, setting, way):
     """Whatever is asked of the graph is as under store."""
     case = wired("leapfrog", setting, 2)

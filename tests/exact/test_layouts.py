@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from exact_support import ROWS, SETTINGS, Case, Fn, amp, assert_equal, draw, every_policy, exact, observed, same
-from support import WIDTH, parameters, rg
+from exact_support import MEMORIES, ROWS, SETTINGS, Case, Fn, amp, assert_equal, draw, every_policy, exact, observed, same
+from support import WIDTH, every_pair, name_of, parameters, rg
 from torch import nn
 
 # -- layouts, structures, dtypes ---------------------------------------------------------------------------------------
@@ -25,9 +25,9 @@ RETURNS = {
 }
 
 
-@pytest.mark.parametrize("returns", RETURNS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("setting", ["bf16 autocast", "float64"])
+@pytest.mark.parametrize(
+    ("returns", "layout", "setting"), every_pair(RETURNS, LAYOUTS, ["bf16 autocast", "float64"]), ids=name_of
+)
 def test_layouts(setting, layout, returns, recovered):
     """Streams that are not contiguous, and fns that return other layouts than they are given."""
     dtype = SETTINGS[setting][0]
@@ -40,9 +40,7 @@ def test_layouts(setting, layout, returns, recovered):
     exact(case, "reverse", recovered)
 
 
-@pytest.mark.parametrize("setting", ["bf16 autocast", "float16"])
-@pytest.mark.parametrize("dim", [-1, 1])
-@every_policy
+@pytest.mark.parametrize(("setting", "dim", "memory"), every_pair(["bf16 autocast", "float16"], [-1, 1], MEMORIES), ids=name_of)
 def test_halves(memory, dim, setting):
     """split="chunk": the streams are views with gaps."""
     dtype, autocast = SETTINGS[setting]

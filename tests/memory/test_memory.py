@@ -1,6 +1,6 @@
 """Memory, by a meter of live tensor bytes: flat in depth under reverse, nothing left behind, nothing for gc to do.
 
-Figures are in streams: one stream is 1 MiB, and parameters are small beside it. Inputs, parameters and their gradients exist
+Figures are in streams: one stream is 256 KiB, and parameters are small beside it. Inputs, parameters and their gradients exist
 before the meter starts, so they do not count.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retrograde._engine.records import Record
 from retrograde.bench.meter import LiveBytes
 
-ROWS, WIDTH = 1 << 14, 16
+ROWS, WIDTH = 1 << 12, 16
 STREAM = ROWS * WIDTH * 4
 
 

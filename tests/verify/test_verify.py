@@ -20,7 +20,7 @@ from torch import nn
 WIDTH, ROWS = 6, 8
 GLOBAL = {"factor": 1.0}
 VARIABLE = "RETROGRADE_TEST_FACTOR"
-SETTINGS = settings(deadline=None, derandomize=True, max_examples=80, database=None)
+SETTINGS = settings(deadline=None, derandomize=True, max_examples=30, database=None)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ CASES = st.builds(
 
 
 @pytest.mark.parametrize("kind", sorted(FAULTS))
-@settings(SETTINGS, max_examples=25)
+@settings(SETTINGS, max_examples=15)
 @given(case=CASES)
 def test_faults_are_reported(kind, case):
     """If gradients are off by 1e-2 or more."""
