@@ -16,7 +16,8 @@ from .errors import (
     RetrogradeError,
     TrainingError,
 )
-from .memory import Anchor, Budget, ReverseAbove, StoreLast
+from .layers import Sequential
+from .memory import Anchor, Budget, Offload, ReverseAbove, StoreLast
 from .modules import Reversible
 from .optimizer import step_in_backward
 from .rules import Add, Affine, Invertible, Momentum, Rule
@@ -39,6 +40,7 @@ __all__ = [
     "Invertible",
     "Momentum",
     "NotRepeated",
+    "Offload",
     "OutOfRange",
     "ProgramError",
     "ReplayError",
@@ -47,6 +49,7 @@ __all__ = [
     "Reversible",
     "ReversibleSequence",
     "Rule",
+    "Sequential",
     "StoreLast",
     "TrainingError",
     "Update",

@@ -11,24 +11,29 @@ from typing import Any, Literal, TypeAlias, get_args
 from ._base.pytrees import tensors
 from ._base.sizes import bytes_in
 from .errors import ProgramError, unknown
+from .update import Program
 
-__all__ = ["Anchor", "Budget", "Kind", "Memory", "Policy", "ReverseAbove", "StoreLast"]
+__all__ = ["Anchor", "Budget", "Kind", "Memory", "Offload", "Policy", "ReverseAbove", "StoreLast"]
 
-Kind: TypeAlias = Literal["store", "checkpoint", "reverse"]
+Kind: TypeAlias = Literal["store", "checkpoint", "offload", "reverse"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-Stretch: TypeAlias = tuple[Kind, int, int | str | None]  # kind, number of updates, limit in bytes
+# kind, number of updates, and how: a limit in bytes for "reverse" and "checkpoint", an Offload for "offload"
+Stretch: TypeAlias = "tuple[Kind, int, int | str | Offload | None]"
 
 
 class Policy(ABC):
     """Derive from this for a policy of your own."""
 
+    needs_undo = True  # False: layers that cannot be undone (`rg.Sequential`) are checkpointed where `plan` says "reverse"
+
     @abstractmethod
     def plan(self, blocks: Sequence[int]) -> list[Stretch]:
         """The stretches of a program, given the number of updates in each of its blocks.
 
-        A list of `(kind, count, limit)`, from the first update to the last: "store", "checkpoint" or "reverse", a number of
-        updates, and None. All counts add up to `sum(blocks)`. Only "reverse" may have a limit: bytes, or "auto".
+        A list of `(kind, count, how)`, from the first update to the last: "store", "checkpoint", "offload" or "reverse", a number
+        of updates, and None. All counts add up to `sum(blocks)`. "reverse" may have a limit instead of None: bytes, or "auto";
+        "offload" may have an `rg.Offload`.
         """
 
 
@@ -62,6 +67,7 @@ class StoreLast(_Counted):
 
     k: int | None = None
     blocks: int | None = None
+    needs_undo = False
 
     def plan(self, blocks: Sequence[int]) -> list[Stretch]:
         count = sum(blocks)
@@ -99,6 +105,7 @@ class Budget(Policy):
     """
 
     bytes: int | str
+    needs_undo = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.bytes, str):
@@ -108,6 +115,33 @@ class Budget(Policy):
 
     def plan(self, blocks: Sequence[int]) -> list[Stretch]:
         return [("reverse", sum(blocks), self.bytes)]
+
+
+@dataclass(frozen=True)
+class Offload(Policy):
+    """Like "checkpoint", with the kept inputs moved to host memory while the net runs on, and back before backward needs them.
+
+    - `host`: at most so many bytes of host memory, a number or a size like "64GiB". What does not fit stays on the device.
+    - `keep_last`: the inputs of the last so many blocks stay on the device, as backward needs them at once.
+
+    `memory="offload"` is `rg.Offload()`. Where there is no link to move them over (on a CPU, say), it runs as "checkpoint" and
+    warns once. The host memory is pinned, and kept for the next pass: `rg.offload_stats()` counts it, `rg.offload_release()`
+    gives it back.
+    """
+
+    host: int | str | None = None
+    keep_last: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.host, str):
+            object.__setattr__(self, "host", bytes_in(self.host, "rg.Offload takes a size:"))
+        elif self.host is not None:
+            _positive(self, "host", self.host, ', or a size like "64GiB"')
+        if not isinstance(self.keep_last, int) or isinstance(self.keep_last, bool) or self.keep_last < 0:
+            raise ProgramError(f"{self}: keep_last must be a whole number (an int), 0 or more")
+
+    def plan(self, blocks: Sequence[int]) -> list[Stretch]:
+        return [("offload", sum(blocks), self)]
 
 
 @dataclass(frozen=True)
@@ -146,7 +180,8 @@ def check_memory(memory: Any) -> Memory:
         return "reverse"
     if isinstance(memory, (Policy, ReverseAbove)) or (isinstance(memory, str) and memory in KINDS):
         return memory  # type: ignore[return-value]
-    raise unknown("memory policy", memory, [*KINDS, "rg.StoreLast(…)", "rg.Anchor(…)", "rg.Budget(…)", "rg.ReverseAbove(…)"])
+    policies = ("StoreLast", "Anchor", "Budget", "Offload", "ReverseAbove")
+    raise unknown("memory policy", memory, [*KINDS, *(f"rg.{name}(…)" for name in policies)])
 
 
 def settled(memory: Memory, value: Any) -> Kind | Policy:
@@ -154,23 +189,33 @@ def settled(memory: Memory, value: Any) -> Kind | Policy:
     return memory.measured(value) if isinstance(memory, ReverseAbove) else memory
 
 
-def plan(memory: Memory, blocks: Sequence[int], streams: Mapping[str, Any]) -> list[Stretch]:
-    """The stretches of a program, given the number of updates in each of its blocks."""
-    found = settled(check_memory(memory), list(streams.values()))
+def plan(memory: Memory, program: Program, streams: Mapping[str, Any]) -> list[Stretch]:
+    """The stretches of a program, by the number of updates in each of its blocks."""
+    found, blocks = settled(check_memory(memory), list(streams.values())), program.blocks
     if isinstance(found, str):
-        return [(found, sum(blocks), None)]
-    stretches = found.plan(blocks)
-    _check_plan(found, stretches, sum(blocks))
+        stretches: list[Stretch] = [(found, sum(blocks), None)]
+    else:
+        stretches = found.plan(blocks)
+        _check_plan(found, stretches, sum(blocks))
+    if program.one_way is not None and any(kind == "reverse" for kind, _, _ in stretches):
+        if isinstance(found, str) or found.needs_undo:
+            raise ProgramError(
+                f"memory={memory!r} undoes updates, and a layer x = layer(x) cannot be undone. Use memory='checkpoint', "
+                "'offload' or rg.Budget(…), or make the net reversible (docs/convert.md)",
+                program.one_way,
+            )
+        stretches = [("checkpoint" if kind == "reverse" else kind, count, how) for kind, count, how in stretches]
     return stretches
 
 
 def _check_plan(policy: Policy, stretches: list[Stretch], count: int) -> None:
-    for kind, _, limit in stretches:
+    for kind, _, how in stretches:
         if kind not in KINDS:
             raise unknown(f"kind of stretch in the plan of {policy!r}:", kind, KINDS)
-        if limit is not None and not (kind == "reverse" and (limit == "auto" or isinstance(limit, int))):
-            way_out = 'Only "reverse" may have one: a number of bytes, or "auto"'
-            raise ProgramError(f"the plan of {policy!r} has the limit {limit!r} for {kind!r}. {way_out}")
+        fits = isinstance(how, Offload) if kind == "offload" else kind == "reverse" and (how == "auto" or isinstance(how, int))
+        if how is not None and not fits:
+            way_out = 'Only "reverse" may have one, a number of bytes or "auto"; and "offload" an rg.Offload'
+            raise ProgramError(f"the plan of {policy!r} has the limit {how!r} for {kind!r}. {way_out}")
     if any(number < 0 for _, number, _ in stretches) or sum(number for _, number, _ in stretches) != count:
         numbers = " + ".join(str(number) for _, number, _ in stretches)
         raise ProgramError(f"the plan of {policy!r} covers {numbers} updates, and the program has {count}")

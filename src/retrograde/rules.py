@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base.pytrees import Carried, each, leaf_mismatch, mismatch, tensors
+from ._base.pytrees import Carried, each, flatten, leaf_mismatch, mismatch, tensors
 from .errors import ProgramError
 
 __all__ = ["Add", "Affine", "Invertible", "Momentum", "Rule"]
@@ -30,6 +30,7 @@ class Rule(ABC):
     linear: tuple[float, float] | None = None  # (a, b), if it is target = a·target + b·out
     product: tuple[int, int] | None = None  # (n, d), if a = n/d: exact arithmetic knows such a rule
     alone = False  # needs no sources
+    can_undo = True
     symbol = "<-"
 
     @abstractmethod
@@ -197,10 +198,45 @@ class Invertible(Rule):
         return self.inverse(target, *sources, **side)
 
 
+_ONE_WAY = "a layer x = layer(x) replaces its input, so it cannot be undone"
+
+
+class Replace(Rule):
+    """`target = out`: ordinary layers, `x = layer(x)`. Nothing of the target is left, so there is no way back."""
+
+    saves = False
+    can_undo = False
+    symbol = "="
+    _tested = True
+
+    def apply(self, target: Any, out: Any) -> Any:
+        return out
+
+    def undo(self, target: Any, out: Any) -> Any:
+        raise ProgramError(_ONE_WAY)
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        (flat, spec), (made, other) = flatten(target), flatten(out)
+        if spec != other:
+            return f"a layer must return a {_kind(target)} like its input, and it returned a {_kind(out)}"
+        for a, b in zip(flat, made, strict=True):
+            if not isinstance(b, Tensor):
+                return leaf_mismatch(a, b)
+            if a.shape != b.shape:
+                return f"the layer returned shape {tuple(b.shape)}, its input has {tuple(a.shape)}"
+        return None
+
+
+def _kind(value: Any) -> str:
+    return "tensor" if isinstance(value, Tensor) else type(value).__name__ + " of the same structure"
+
+
 class Inverted(Rule):
     """Another rule with apply and undo swapped."""
 
     def __init__(self, rule: Rule):
+        if not rule.can_undo:
+            raise ProgramError(_ONE_WAY)
         self.rule, self.saves, self.alone = rule, rule.saves, rule.alone
         self.symbol = "-=" if rule.symbol == "+=" else f"undo {rule.symbol}"
         if rule.linear is not None:

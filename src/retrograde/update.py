@@ -119,6 +119,7 @@ class Program:
         self.taken = {name for update in self.updates if update.takes is not ALL for name in update.takes.values()}
         self.takes_all = any(update.takes is ALL for update in self.updates)
         self.changing = {update.target for update in self.updates}
+        self.one_way = next((at(i, u) for i, u in enumerate(self.updates) if not u.rule.can_undo), None)
         self.components = self._components()
         self.blocks = self._blocks() if blocks is None else blocks
         self.key = key_of(self)

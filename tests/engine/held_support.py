@@ -1,7 +1,9 @@
 """What these tests share."""
 
+import re
+
 import torch
-from support import WIDTH, linear, rg
+from support import WIDTH, assert_same, linear, rg
 from torch import nn
 
 
@@ -41,6 +43,19 @@ def gradients(make, change, memory, side=None):
     with torch.no_grad():
         change(held)
     return torch.autograd.grad(out["a"].square().sum() + out["b"].sin().sum(), x)
+
+
+def reported_or_harmless(make, change, memory, words, side=lambda: None):
+    """An error; or under "checkpoint", where fn stops when everything is saved, what comes after that has no effect."""
+    true = gradients(make, lambda _: None, "store", side())  # first, as a change may last
+    try:
+        found = gradients(make, change, memory, side())
+    except rg.ReplayError as error:
+        seen = re.search(words, str(error))
+    else:
+        seen = memory == "checkpoint"
+        assert_same(found, true)
+    assert seen
 
 
 OTHER = "returned something else|that fn holds on to was changed"

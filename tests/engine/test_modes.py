@@ -26,7 +26,7 @@ class Spy(nn.Module):
         out = self.down(self.dropout(h.tanh()))
         modes = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
         self.log[rg.replaying()].append((id(self), modes, x.dtype, h.dtype, out.dtype))
-        return out
+        return out.sin()  # saves something: until then a recomputation goes on
 
 
 class Heads(nn.Module):

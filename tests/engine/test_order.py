@@ -321,7 +321,10 @@ def test_levels(memory, levels):
 @memories
 @reentrant
 def test_checkpoint_in_fn(memory, use_reentrant):
-    """A checkpointed part of fn is run three times: by fn, by its second run, and by checkpoint, for which it is a first run."""
+    """A checkpointed part of fn is run three times: by fn, by its recomputation, and by checkpoint, for which it is a first run.
+
+    Under "checkpoint" fn stops where the part begins, if that saves nothing itself.
+    """
     log = []
     part = Logged("part", log)
 
@@ -332,7 +335,8 @@ def test_checkpoint_in_fn(memory, use_reentrant):
     out = rg.run(rg.wirings.leapfrog([Fn(), Fn()]), {"a": draw(), "b": draw()}, memory=memory)
     forward = log[:]
     loss_of(out).backward()
-    assert log[len(forward) :] == ["part again", "part", "part back"] * 2
+    early = memory == "checkpoint" and not use_reentrant
+    assert log[len(forward) :] == [*(["part again"] if not early else []), "part", "part back"] * 2
     assert forward == ["part"] * 2
 
 

@@ -10,7 +10,7 @@ from support import WIDTH, assert_same, draw, gradients, loss_of, mlps, rg
 from torch import nn
 
 from retrograde._base import lean as form
-from retrograde._engine import budget
+from retrograde._memory import budget
 from retrograde.bench.meter import LiveBytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from support import REPLAYED, WIDTH, draw, loss_of, mlps, rg
+from support import WIDTH, draw, linear, loss_of, mlps, rg
 from torch import nn
-
-every_replayed = pytest.mark.parametrize("memory", REPLAYED)
 
 
 def error_of(fns, memory, change, arithmetic="float", dtype=torch.float64):
@@ -36,9 +34,10 @@ def steeper(net):
     net.fns[1].slope = 2.0
 
 
-@every_replayed
-def test_a_gradient_that_the_output_does_not_show(memory):
-    assert error_of(lambda: [StraightThrough() for _ in range(4)], memory, steeper) > 1e-2
+def test_a_gradient_that_the_output_does_not_show():
+    assert error_of(lambda: [StraightThrough() for _ in range(4)], "reverse", steeper) > 1e-2
+    with pytest.raises(rg.ReplayError):  # where nothing is undone, what fn saved is compared
+        error_of(lambda: [StraightThrough() for _ in range(4)], "checkpoint", steeper)
 
 
 class Slightly(nn.Module):
@@ -89,9 +88,10 @@ class Wraps(Slightly):
         return super().forward(x).as_subclass(Own)
 
 
-@every_replayed
-def test_outputs_of_a_tensor_subclass(memory):
-    assert error_of(lambda: [Wraps() for _ in range(4)], memory, lambda net: setattr(net.fns[1], "slope", 2.0)) > 1e-2
+def test_outputs_of_a_tensor_subclass():
+    assert error_of(lambda: [Wraps() for _ in range(4)], "reverse", steeper) > 1e-2
+    with pytest.raises(rg.ReplayError):  # what it saved is none
+        error_of(lambda: [Wraps() for _ in range(4)], "checkpoint", steeper)
 
 
 NORM = nn.BatchNorm1d(WIDTH).double()
@@ -102,16 +102,50 @@ class CallsAGlobal(nn.Module):
         return NORM(x).tanh()
 
 
-@every_replayed
-def test_statistics_of_a_module_that_a_module_finds_in_a_global(memory):
+def test_statistics_of_a_module_that_a_module_finds_in_a_global():
     """Gradients are right; the statistics move twice. (A plain function may call what it likes.)"""
     moved = []
-    for policy in (memory, "store"):
+    for policy in ("reverse", "store"):
         NORM.reset_running_stats()
         out = rg.run(rg.wirings.leapfrog([CallsAGlobal(), *mlps(1)]), {"a": draw(), "b": draw()}, memory=policy)
         loss_of(out).backward()
         moved.append(int(NORM.num_batches_tracked))
     assert moved == [2, 1]
+    out = rg.run(rg.wirings.leapfrog([CallsAGlobal(), *mlps(1)]), {"a": draw(), "b": draw()}, memory="checkpoint")
+    with pytest.raises(rg.ReplayError):  # the statistics are among what batch_norm saves
+        loss_of(out).backward()
+
+
+class Aside(nn.Module):
+    """Two branches side by side; the first has a fault in a few of many rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.other, self.slope = linear(), linear(), torch.ones(4000, 1, dtype=torch.float64)
+
+    def forward(self, x):
+        return (self.linear(x) * self.slope).tanh() + self.other(x).tanh()
+
+
+def a_few_rows(net):
+    net.fns[1].slope.data[1:40] = 3.0
+
+
+def test_a_few_rows_of_a_branch_beside_the_last_one():
+    """Under "checkpoint" the last saved tensor is compared as a whole, and others by a sample."""
+
+    def found(memory, change):
+        torch.manual_seed(0)
+        net = rg.Reversible(rg.wirings.leapfrog([Aside() for _ in range(4)]), memory=memory)
+        loss = loss_of(net({"a": draw(4000, WIDTH), "b": draw(4000, WIDTH)}))
+        with torch.no_grad():
+            change(net)
+        return torch.autograd.grad(loss, net.fns[1].linear.weight)[0]
+
+    true = found("store", lambda _: None)
+    assert (found("checkpoint", a_few_rows) - true).norm() > 1e-3 * true.norm()
+    with pytest.raises(rg.ReplayError):
+        found("checkpoint", lambda net: net.fns[1].slope.data.mul_(3.0))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

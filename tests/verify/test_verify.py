@@ -393,7 +393,7 @@ def test_every_leaf_is_verified(leaf):
         numbers = {"real": draw(3, 4), "second": draw(7), "count": torch.arange(12)}
         return numbers | {"complex": torch.randn(5, dtype=torch.complex128)}
 
-    out = rg.run(rg.wirings.leapfrog([Leaves(), Leaves()]), {"a": tree(), "b": tree()}, memory="checkpoint")
+    out = rg.run(rg.wirings.leapfrog([Leaves(), Leaves()]), {"a": tree(), "b": tree()})
     with pytest.raises(rg.ReplayError, match="returned something else"):
         loss_of(out["b"]["real"]).backward()
 
@@ -472,7 +472,7 @@ def device(monkeypatch):
 def test_the_next_forward_pass_reports(memory, leaf):
     fns = [Turns(leaf) for _ in range(4)]
     net = rg.Reversible(rg.wirings.leapfrog(fns), memory=memory, arithmetic="exact")
-    streams = {name: {"small": torch.randn(2, 4), "large": 1000 * torch.randn(5, 4)} for name in "ab"}
+    streams = {name: {"small": torch.randn(2, 4), "large": (1000 * torch.randn(5, 4)).requires_grad_()} for name in "ab"}
 
     def step():
         sum(t.sin().sum() for tree in net(streams).values() for t in tree.values()).backward()
@@ -573,13 +573,20 @@ def test_sketches_agree_to_the_bit_under_exact_arithmetic(memory, dtype, monkeyp
     seen = []
     from retrograde._engine import verify
 
-    compare = verify.Verification.compare
+    of_outputs, of_saved = verify.Verification.compare, verify.Verification._compare
 
     def noting(self, record, row, *rest):
         seen.append(record.row == row)
-        compare(self, record, row, *rest)
+        of_outputs(self, record, row, *rest)
 
-    monkeypatch.setattr(verify.Verification, "compare", noting)
+    def noting_saved(self, at, first, second, *rest):
+        seen.append(first == second)
+        of_saved(self, at, first, second, *rest)
+
+    if memory == "checkpoint":  # what fns saved is compared
+        monkeypatch.setattr(verify.Verification, "_compare", noting_saved)
+    else:
+        monkeypatch.setattr(verify.Verification, "compare", noting)
     torch.manual_seed(0)
     net = rg.Reversible(rg.wirings.leapfrog([mlp(16, 2.0) for _ in range(48)]), memory=memory, arithmetic="exact").to(dtype)
     loss = net({name: torch.randn(ROWS, 16).to(dtype) for name in "ab"})

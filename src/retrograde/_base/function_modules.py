@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -121,6 +121,23 @@ class Held:
             self.modules = parts(self.roots)
         # whether all of them are registered in fn: then it uses them, as far as anybody can tell
         self.registered = self.roots == [fn] or (isinstance(fn, nn.Module) and set(self.modules) == set(parts([fn])))
+
+
+def named_modules(given: tuple[Any, ...], of: str) -> list[tuple[str, nn.Module]]:
+    """Modules one by one, in a list or in a dict, each with its name in a container. `of`: the container, for errors."""
+    if len(given) == 1 and isinstance(given[0], Mapping):
+        found = list(given[0].items())
+    else:
+        alone = len(given) == 1 and (not isinstance(given[0], nn.Module) or isinstance(given[0], nn.ModuleList))
+        try:
+            found = [(str(i), module) for i, module in enumerate(given[0] if alone else given)]
+        except TypeError as error:
+            raise ProgramError(f"{of} takes a list of modules, got a {type(given[0]).__name__}") from error
+    for name, module in found:
+        if not isinstance(module, nn.Module):
+            what = f"the class {module.__name__}, not an instance" if isinstance(module, type) else f"a {type(module).__name__}"
+            raise ProgramError(f"layer {name} of {of} is {what}. Give modules (torch.nn.Module)")
+    return found
 
 
 def modules_of(fn: Any) -> list[nn.Module]:

@@ -16,7 +16,10 @@ Pair: TypeAlias = tuple[bool, bool]  # (to_f, to_g)
 Route: TypeAlias = Pair | Mapping[str, Pair | Sequence[Pair]]
 
 
-def refuse_misrouted(updates: Sequence[Any], side: Mapping[str, Any], error: TypeError) -> None:
+_EXAMPLE = "route={{{0!r}: (True, False)}} sends {0} to f of each block, not to g"
+
+
+def refuse_misrouted(updates: Sequence[Any], side: Mapping[str, Any], error: TypeError, example: str = _EXAMPLE) -> None:
     """If some function cannot be called with the side inputs that it gets, that is what went wrong."""
     for index, update in enumerate(updates):
         fn, kwargs = update.fn, update.side_inputs(side)
@@ -29,7 +32,7 @@ def refuse_misrouted(updates: Sequence[Any], side: Mapping[str, Any], error: Typ
             got = f"the side inputs {', '.join(sorted(kwargs))}" if kwargs else "no side inputs"
             raise ProgramError(
                 f"fn was given {got}, and its arguments do not match: {why}. Pass what is missing to the net, and say with "
-                f"route= which functions get what: route={{{name!r}: (True, False)}} sends {name} to f of each block, not to g",
+                f"route= which functions get what: {example.format(name)}",
                 at(index, update),
             ) from error
         except ValueError:  # it does not say what it takes

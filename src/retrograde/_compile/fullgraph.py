@@ -104,7 +104,7 @@ def run(program: Any, streams: Any, side: Any, memory: Any, arithmetic: str) -> 
     check_arithmetic(arithmetic)
     inside = second_run() or transformed() or not torch.is_grad_enabled()
     state = {name: dense(value) if name in plan.names and not inside else value for name, value in streams.items()}
-    stretches = policies.plan(memory, program.blocks, state)
+    stretches = policies.plan(memory, program, state)
     exact = exact_streams(arithmetic, program, state)
     ledger = Ledger(program.updates, list(exact))
     for name in exact:

@@ -131,6 +131,11 @@ def _fused(index: int, target: Any, out: Any, sign: int, table: Callable[[], Tab
     return None
 
 
+def observed() -> bool:
+    """Whether `rg.check` wants to see what calls return."""
+    return observer is not None
+
+
 def observe(index: int, update: Update, seen: list[Any], out: Any) -> None:
     """Tell `rg.check` what a call saw and gave. A rule that saves has seen the target as well."""
     if observer is not None:
@@ -148,7 +153,9 @@ def fitting(index: int, update: Update, target: Any, out: Any) -> Any:
     """fn's output, if its rule can apply it to the target."""
     why = update.rule.mismatch(target, out)
     if why:
-        way_out = "Return one tensor of the stream's shape (of attention, `out[0]`)" if update.rule.symbol == "+=" else _SEE
+        way_out = (
+            "Return one tensor of the stream's shape (of attention, `out[0]`)" if update.rule.symbol in ("+=", "=") else _SEE
+        )
         raise errors.ProgramError(f"{why}. {way_out}", errors.at(index, update))
     if isinstance(target, Exact) and target.form.ledger is not None:
         target.form.ledger.index = index

@@ -42,10 +42,13 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
     live: list[Tensor] = []
     versions: list[int] = []
     places: list[Place] = []
+    saved: list[Tensor] = []
     pack = packer(live, places, versions)
     drawn = Drawn() if context.capturing else None
     if run.purse is not None:
-        pack = run.purse.watching(pack, [*modules.tensors(), *context.tensors])
+        if run.keeps_sources:
+            run.purse.keep(t for value in sources for t in tensors(value))
+        pack = run.purse.watching(pack, [*modules.tensors(), *context.tensors, *(tensors(sources) if run.keeps_sources else ())])
     run.live = live
     form = use_lean(run.lean)  # a program may be inside of a fn in the other form
     try:
@@ -56,18 +59,22 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
         finally:
             pop_hooks()
         modules.after(live)
-        bought = run.purse is not None and run.purse.buys(record, record.where, tensors(target))
+        before = None if run.keeps_sources else detached(target)
+        bought = run.purse is not None and run.purse.buys(record, record.where, tensors(before))
         if bought or not modules.repeatable:
-            record.values, record.before = [t.detach() for t in live], detached(target)
+            record.values, record.before = [t.detach() for t in live], before
         record.meta = _shared(list(map(_look, live)), context.known)
         if versions != list(map(_at_end, record.meta)):
             record.stale = [j for j, version in enumerate(versions) if version != record.meta[j][3]]
+        if run.keeps_sources and not record.stale and record.values is None:
+            saved = [t.detach() for t in live]
     finally:
         live.clear()  # the graph holds on to the hook, and these hold on to the graph
         run.live = None
         use_lean(form)
     record.dead = dead(places)
     record.given = drawn if drawn is not None and drawn.kept else None
+    record.early = bool(saved) and not record.dead and record.given is None
     run.records.append(record)
     if run.keeps_sources:
         kept = dict(zip(update.sources, sources, strict=True))
@@ -75,6 +82,10 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
             applied = each(_keep(run, {**kept, update.target: target}), applied)
         else:
             out = each(_keep(run, kept), out)
+    if record.early and verification is not None:
+        verification.note_saved(record, saved, [*modules.tensors(), *context.tensors, *tensors(sources)])
+        verification = None
+    del saved
     table = None if verification is None else verification.first
     if rule.saves:
         state[update.target], row = applied, table and take(index, out, table)

@@ -77,14 +77,25 @@ def source(t: Tensor) -> Tensor:
 Place = tuple[int]  # what autograd keeps instead of a saved tensor: its number. Autograd alone holds on to it
 
 
+class AllSaved(BaseException):
+    """Everything that backward asks for is there: the rest of fn need not run. Nobody but the engine is to catch it."""
+
+
 @untraced
-def packer(store: list[Any], places: list[Place], versions: list[int] | None = None) -> Callable[[Tensor], Place]:
-    """A pack hook that collects what is saved and leaves its place. The graph holds on to it: empty the lists afterwards."""
+def packer(
+    store: list[Any], places: list[Place], versions: list[int] | None = None, enough: int | None = None
+) -> Callable[[Tensor], Place]:
+    """A pack hook that collects what is saved and leaves its place. The graph holds on to it: empty the lists afterwards.
+
+    It raises `AllSaved` when there is `enough`.
+    """
 
     def pack(t: Tensor) -> Place:
         place = (len(store),)
         store.append(t)
         places.append(place)
+        if len(store) == enough:
+            raise AllSaved
         return place
 
     def noting(t: Tensor) -> Place:

@@ -15,17 +15,21 @@ from .._base.pytrees import each, flatten, tensors, unflatten, with_strides
 from .._base.torch_private import home_of, keeps_graph, pop_hooks, push_hooks, set_grad
 from .._exact.sketch import take
 from .._exact.streams import read
-from .call import Streams, apply, call, observe, put_on
+from .call import Streams, apply, call, observe, observed, put_on
 from .context import Context
-from .nodes import Place, dead, packer, source
+from .nodes import AllSaved, Place, dead, packer, source
 from .records import Record, Walk
 from .replay import recomputing
 
 _look = attrgetter("shape", "dtype", "device", "_version")
 
 
-def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
-    """What fn saves; the update is undone, unless that was done before."""
+def recompute(walk: Walk, record: Record, whole: bool = False) -> list[Tensor | None]:
+    """What fn saves; the update is undone, unless that was done before.
+
+    Where nothing is undone, fn stops when it has saved everything; unless the `whole` of it has to run, as hooks after modules
+    must (those of FSDP2 free parameters).
+    """
     context = walk.context
     if record.values is not None:
         return _stored(walk, record)
@@ -36,13 +40,17 @@ def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
     places: list[Place] = []
     form = use_lean(record.lean)
     drawn_before, drawn_after = record.drawn
+    whole = whole or not record.early or observed() or any(m._forward_hooks for m in record.modules.modules)
+    pack, stopped = packer(store, places, enough=None if whole else len(record.meta)), False
     with recomputing(context.modes):
         present = context.draws.again(drawn_before)
         try:
             sources = _sources_again(record, walk.state)
-            push_hooks(packer(store, places), _reader(store, record))
+            push_hooks(pack, _reader(store, record))
             try:
                 *seen, applied = _run(walk, record, context, sources, swap)
+            except AllSaved:
+                stopped, seen, applied = True, [], None
             finally:
                 pop_hooks()
         finally:
@@ -51,7 +59,10 @@ def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
             values = list(store)
             store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
             use_lean(form)
-    if difference:
+    if stopped:
+        if list(map(_look, values)) != record.meta:  # somebody who only looks on may have saved tensors as well
+            return recompute(walk, record, whole=True)
+    elif difference:
         raise errors.other_path(record.where, difference)
     if record.dead or list(map(_look, values)) != record.meta:
         values = [t.detach() for t in values]  # they would keep the graph
@@ -59,7 +70,10 @@ def recompute(walk: Walk, record: Record) -> list[Tensor | None]:
         _check_captured(record, [sources, walk.side, swap.put_in], values)
     del applied  # until here its graph had to be there
     if context.verification is not None:  # at last, as what was said so far says more
-        context.verification.compare(record, *seen)
+        if record.early:
+            context.verification.compare_saved(record, values)
+        else:
+            context.verification.compare(record, *seen)
     for j in record.stale:
         values[j] = None  # asked for, it is an error
     return values
@@ -71,7 +85,7 @@ def _run(walk: Walk, record: Record, context: Context, sources: list[Any], swap:
     Returns the sketch of what fn returned, that itself, the target before the update and after it, and what apply made of it.
     """
     state, index, update, rule = walk.state, record.index, record.update, record.update.rule
-    table = None if context.verification is None else context.verification.second
+    table = None if context.verification is None or record.early else context.verification.second
     given = None if record.given is None else DrawnAgain(record.given, record.where)
     out = call(index, update, state, sources, walk.side, given)
     changed = target = state.get(update.target)

@@ -14,8 +14,8 @@ from torch import Tensor
 from .. import errors
 from .._base.pytrees import tensors
 from .._base.torch_private import version_of
+from .._memory.budget import Purse
 from ..update import Update
-from .budget import Purse
 from .call import Streams
 from .context import Context
 from .module_state import ModuleState
@@ -41,6 +41,8 @@ class Record:
     meta: Sequence[Any] = ()  # (shape, dtype, device, version at the end) of each tensor that fn saved
     dead: Sequence[int] = ()  # numbers of those whose graph was gone when fn returned
     stale: Sequence[int] = ()  # numbers of those that fn edited afterwards
+    early: bool = False  # nothing is undone, so the recomputation may stop when everything is saved
+    own: Sequence[int] = ()  # then: numbers of the saved tensors that fn has made, which are sketched in place of what it returns
     row: list[float] | None = None  # the sketch of what fn returned, as far as it is on a CPU (sketch.py) …
     target_row: list[float] | None = None  # … and of the target before the update, for rules of users
     values: list[Tensor] | None = None  # of an update that is stored: the saved tensors themselves …

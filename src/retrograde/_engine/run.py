@@ -22,9 +22,9 @@ from .._base.tracing import at_trace_time, named, whole_graph
 from .._exact.choose import Arithmetic, check_arithmetic, exact_streams, refuse_growth
 from .._exact.range import Ledger
 from .._exact.streams import Exact, carried, read
+from .._memory import budget
+from .._memory.budget import Learned, Purse
 from ..update import Program, Update
-from . import budget
-from .budget import Learned, Purse
 from .call import Streams, apply, call, fitting, observe, sources_of
 from .context import Context
 from .forward import forward, keep_finals
@@ -129,7 +129,7 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
         raise errors.ProgramError(f"side must be a dict of side inputs by name, got a {type(side).__name__}")
     side = dict(side or {})
     program.check(streams, side)
-    stretches = policies.plan(memory, program.blocks, streams)
+    stretches = policies.plan(memory, program, streams)
     state = _distinct({name: dense(value) if name in program.names else value for name, value in streams.items()}, side)
     if not torch.is_grad_enabled():
         stretches = [("store", len(program.updates), None)]
@@ -166,7 +166,7 @@ def _run(updates: Any, streams: Mapping[str, Any], side: Any, memory: Any, arith
         state[name] = read(state[name])
     if plain:  # views: the caller may edit what it gets, and autograd has saved these as sources
         for name in dict.fromkeys(update.target for update in program.updates):
-            state[name] = each(lambda t: t.view_as(t) if t.requires_grad else t, state[name])
+            state[name] = each(lambda t: t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t, state[name])
     ledger.close(t for name in exact for t in tensors(state[name]))
     return state
 
@@ -207,9 +207,18 @@ def _reverse(program: Program, indices: range, state: Streams, side: Streams, co
     """Keep the final streams alone; with a limit, also what the last updates saved."""
     refuse_growth(program, indices, state)
     if limit is not None:
-        return _within(limit, program, indices, state, side, context)
+        return _within(limit, program, indices, state, side, context, _walkable)
     _walkable(program, indices, state, context)
     return False
+
+
+def _checkpoint(program: Program, indices: range, state: Streams, side: Streams, context: Context, limit: Any) -> bool:
+    """Keep the sources of each update; with a limit, also what the last updates saved."""
+    if limit is not None:
+        _within(limit, program, indices, state, side, context, _separate)
+    else:
+        _separate(program, indices, state, context)
+    return True
 
 
 def _walkable(program: Program, indices: range, state: Streams, context: Context, **how: Any) -> None:
@@ -224,9 +233,24 @@ def _walkable(program: Program, indices: range, state: Streams, context: Context
         keep_finals(made, state)
 
 
-def _within(limit: int | str, program: Program, indices: range, state: Streams, side: Streams, context: Context) -> bool:
-    """What fits into a budget is stored. For functions in two forms two passes measure what they save; later ones plan by that.
+def _separate(program: Program, indices: range, state: Streams, context: Context, **how: Any) -> None:
+    """Under hooks: a run of its own for each update, and nothing to undo."""
+    for index in indices:
+        forward(Run(context, keeps_sources=True, **how), index, program.updates[index], state)
 
+
+def _within(
+    limit: int | str,
+    program: Program,
+    indices: range,
+    state: Streams,
+    side: Streams,
+    context: Context,
+    hooked: Callable[..., None],
+) -> bool:
+    """What fits into a budget is stored, and the rest runs as `hooked` does.
+
+    For functions in two forms, two passes measure what they save, and later ones plan by that.
     Returns whether the last updates run as ordinary autograd.
     """
     wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
@@ -234,7 +258,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     streams = [t for name in program.names for t in tensors(state[name])]
     forms = two_forms(update.fn for update in program.updates)
     if not forms and not isinstance(limit, str):  # nothing to learn
-        _walkable(program, indices, state, context, purse=Purse(limit, streams, room))
+        hooked(program, indices, state, context, purse=Purse(limit, streams, room))
         return False
     key = (limit, room, len(indices), *context.looks(streams), *(looks(program) if forms else ()))
     known: dict[Any, Learned] = program.notes.setdefault("learned", {})
@@ -250,7 +274,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     if not learns or len(learned.sizes) < 2:
         purse = Purse(limit, streams, room)
         try:
-            _walkable(program, indices, state, context, purse=purse, lean=learns and len(learned.sizes) == 1)
+            hooked(program, indices, state, context, purse=purse, lean=learns and len(learned.sizes) == 1)
         except BaseException:
             known.pop(key, None)
             raise
@@ -260,7 +284,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     first = indices.stop - learned.stored
     middle = indices.stop - learned.full
     if first > indices.start:
-        _walkable(program, range(indices.start, first), state, context)
+        hooked(program, range(indices.start, first), state, context)
     for part, lean in ((range(first, middle), True), (range(middle, indices.stop), False)):
         before = use_lean(lean)
         try:
@@ -268,13 +292,6 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
         finally:
             use_lean(before)
     return learned.stored > 0
-
-
-def _checkpoint(program: Program, indices: range, state: Streams, _: Any, context: Context, __: Any) -> bool:
-    """Keep the sources of each update: a run of its own for each, and nothing to undo."""
-    for index in indices:
-        forward(Run(context, keeps_sources=True), index, program.updates[index], state)
-    return True
 
 
 _STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint}

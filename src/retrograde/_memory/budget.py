@@ -68,6 +68,10 @@ class Purse:
         self.growing: dict[int, int] = {}  # storages of the fn that is running
         self.foreign: set[int] = set()  # storages that exist anyway
 
+    def keep(self, kept: Iterable[Tensor]) -> None:
+        """These stay until backward, whatever is stored: the sources of a checkpoint."""
+        self.base += sum({home_of(t): t.untyped_storage().nbytes() for t in kept}.values())
+
     @untraced
     def watching(self, pack: Callable[[Tensor], Any], foreign: Iterable[Tensor]) -> Callable[[Tensor], Any]:
         """The pack hook of a fn, which now makes room as it goes."""
