@@ -3,8 +3,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from offload_support import LateLink
+
+from retrograde._memory import link, offload
 
 torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits for the first
+link.MAKE["cpu"], offload.SMALL = LateLink, 0  # memory="offload" moves everything, as on a GPU
 
 # A machine with torch, numpy and pytest alone runs all other files, as those with a GPU may have no more.
 NEEDED = {

@@ -4,12 +4,14 @@ from . import check, wirings
 from ._compile.fns import compile_fns
 from ._engine.replay import replaying
 from ._engine.run import invert, run
+from ._memory.offload import offload_release, offload_stats
 from .errors import (
     BudgetTooSmall,
     Edited,
     EditedInBackward,
     Freed,
     NotRepeated,
+    OffloadError,
     OutOfRange,
     ProgramError,
     ReplayError,
@@ -41,6 +43,7 @@ __all__ = [
     "Momentum",
     "NotRepeated",
     "Offload",
+    "OffloadError",
     "OutOfRange",
     "ProgramError",
     "ReplayError",
@@ -57,6 +60,8 @@ __all__ = [
     "compile_fns",
     "from_transformer",
     "invert",
+    "offload_release",
+    "offload_stats",
     "replaying",
     "run",
     "step_in_backward",

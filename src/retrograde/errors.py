@@ -12,6 +12,7 @@ __all__ = [
     "EditedInBackward",
     "Freed",
     "NotRepeated",
+    "OffloadError",
     "OutOfRange",
     "ProgramError",
     "ReplayError",
@@ -66,6 +67,10 @@ class EditedInBackward(ReplayError):
 
 class Freed(ReplayError):
     """What backward would start from is gone."""
+
+
+class OffloadError(RetrogradeError, RuntimeError):
+    """Host memory that `memory="offload"` needs is not to be had."""
 
 
 class TrainingError(RetrogradeError):
@@ -184,6 +189,35 @@ def edited_output(what: str) -> ReplayError:
     return ReplayError(
         f"{what} was edited in place after the forward pass; backward recovers every activation from it. "
         "Edit a copy (`y = y + 1` instead of `y += 1`), or run the net with memory='store'"
+    )
+
+
+def edited_while_kept(where: str, shape: Any) -> NotRepeated:
+    return NotRepeated(
+        f"a tensor of shape {tuple(shape)} that the gradient of fn needs was edited in place after the forward pass. Call backward "
+        "first, or edit a copy",
+        where,
+    )
+
+
+def no_pinned_memory(size: int) -> OffloadError:
+    return OffloadError(
+        f"{size} bytes of host memory could not be pinned, so that a device can copy there. Allow more locked memory "
+        "(`ulimit -l`), move less (rg.Offload(host=…)), or use memory='checkpoint'"
+    )
+
+
+def no_host_memory(size: int, left: int) -> OffloadError:
+    return OffloadError(
+        f"what is to move to host memory takes {size} bytes more, and {left} are available. Move less "
+        f"(rg.Offload(host={left // 2})), or use memory='checkpoint' or a smaller batch"
+    )
+
+
+def host_too_small(host: int, least: int) -> OffloadError:
+    return OffloadError(
+        f"rg.Offload(host={host}) has no room for what one layer keeps, {least} bytes, so nothing would move. Give more, or use "
+        "memory='checkpoint'"
     )
 
 

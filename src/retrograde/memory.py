@@ -137,8 +137,7 @@ class Offload(Policy):
             object.__setattr__(self, "host", bytes_in(self.host, "rg.Offload takes a size:"))
         elif self.host is not None:
             _positive(self, "host", self.host, ', or a size like "64GiB"')
-        if not isinstance(self.keep_last, int) or isinstance(self.keep_last, bool) or self.keep_last < 0:
-            raise ProgramError(f"{self}: keep_last must be a whole number (an int), 0 or more")
+        _positive(self, "keep_last", self.keep_last)
 
     def plan(self, blocks: Sequence[int]) -> list[Stretch]:
         return [("offload", sum(blocks), self)]

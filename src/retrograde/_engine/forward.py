@@ -178,7 +178,9 @@ def _keep(run: Run, saved: Streams) -> Callable[[Any], Any]:
     for name, value in run.context.side.items():
         own = [t for t in tensors(value) if not t.is_inference()]
         run.watched += [(f"the side input {name!r}", weakref.ref(t), t._version) for t in own]
-    kept_by = vault(kept + run.context.tensors)
+    moving = contextlib.nullcontext() if run.mover is None else run.mover.keeping(kept, f"what {run.records[-1].where} reads")
+    with moving:
+        kept_by = vault(kept + run.context.tensors)
     run.vault = weakref.ref(kept_by)
     # a node for each leaf: a loss on one of them does not reach into the others
     return lambda t: keep(start, run, (kept_by,), t) if isinstance(t, torch.Tensor) and t.requires_grad else t
