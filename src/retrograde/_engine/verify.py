@@ -175,9 +175,11 @@ def _steady(out: Any) -> tuple[float, float]:
 
 
 def _sketchable(t: Tensor) -> bool:
-    """Not the seeds of attention without dropout, which nobody sets, nor the workspaces of RNNs."""
+    """Not the seeds of attention without dropout, which nobody sets, the workspaces of RNNs, or parameters that FSDP has freed."""
     counts = not t.is_floating_point() and t.dtype is not torch.bool
-    return t.numel() > (2 if counts and not t.is_cpu else 0) and t.dtype is not torch.uint8 and not t.is_complex() and usable(t)
+    if t.numel() <= (2 if counts and not t.is_cpu else 0) or t.dtype is torch.uint8 or t.is_complex() or not usable(t):
+        return False
+    return t.untyped_storage().nbytes() > 0
 
 
 def _seen(saved: Sequence[Tensor], own: Sequence[int]) -> list[Tensor]:

@@ -33,11 +33,12 @@ class Moved:
     """A storage that some updates keep: on the device, on its way to the host, there, or back."""
 
     __slots__ = (
-        "__weakref__", "asked", "back", "buffer", "count", "edited", "lane", "made", "previous", "size", "stream", "tensor", "version",
+        "__weakref__", "asked", "back", "buffer", "count", "edited", "lane", "made", "owner", "previous", "size", "stream", "tensor",
+        "version",
     )  # fmt: skip
 
-    def __init__(self, lane: Lane, t: Tensor):
-        self.lane = lane
+    def __init__(self, lane: Lane, t: Tensor, owner: object):
+        self.lane, self.owner = lane, owner
         self.tensor: Tensor | None = t.detach()  # while it is on the device
         self.version, self.edited = version_of(t), False
         self.size = t.untyped_storage().nbytes()
@@ -97,7 +98,7 @@ class Lane:
         self.leaving: deque[_Leaving] = deque()
         self.latest: weakref.ref[Moved] | None = None
         self.known: Any = WeakIdKeyDictionary()  # by tensor and version: what many updates read moves once
-        self.homes: dict[int, weakref.ref[Moved]] = {}  # by storage, while it is on the device
+        self.homes: dict[int, tuple[weakref.ref[Moved], int]] = {}  # by storage, while it is on the device
         self.came: list[weakref.ref[Moved]] = []  # back, in the backward passes that are running
         self.tasks: set[int] = set()  # these
         self.copied_out = self.copied_back = 0
@@ -115,34 +116,33 @@ class Lane:
             self.begun += 1
             self._retire(self.begun - 1)
 
-    def keep(self, t: Tensor, what: str) -> Kept:
-        """What autograd is to keep in place of `t`."""
-        version, whole = version_of(t), t.untyped_storage().nbytes() <= 2 * t.nbytes or 0 in t.stride()
+    def keep(self, t: Tensor, what: str, owner: object) -> Kept:
+        """What autograd is to keep in place of `t`. `owner`: of the forward pass."""
+        whole = t.untyped_storage().nbytes() <= 2 * t.nbytes or 0 in t.stride()
         with self.lock:
-            ref, then = self.known.get(t, (None, version))
-            moved = ref() if ref is not None and then == version else None
-            if moved is None and whole:
-                ref = self.homes.get(home_of(t))
-                moved = None if ref is None else ref()
-                if moved is not None and moved.version != version:
-                    moved = None
+            moved = self._known(t, whole, owner)
             if moved is None:
-                t_moves = t if whole else t.detach().clone()  # a small part of a storage moves alone
-                moved = Moved(self, t_moves)
+                moved = Moved(self, t if whole else t.detach().clone(), owner)  # a small part of a storage moves alone
                 self.latest = weakref.ref(moved)
                 self.blocks[-1].append(self.latest)
                 if whole:
-                    self.homes[home_of(t)] = self.latest
-            self.known[t] = weakref.ref(moved), version
+                    self.homes[home_of(t)] = self.latest, version_of(t)
+            self.known[t] = weakref.ref(moved), version_of(t)
             moved.count += 1
-            if whole:
-                return Kept(moved, what, t.dtype, t.shape, t.stride(), t.storage_offset())
-            return Kept(moved, what, t.dtype, t.shape, torch.empty_like(t, device="meta").stride(), 0)
+        strides, offset = (t.stride(), t.storage_offset()) if whole else (torch.empty_like(t, device="meta").stride(), 0)
+        return Kept(moved, what, t.dtype, t.shape, strides, offset)
+
+    def _known(self, t: Tensor, whole: bool, owner: object) -> Moved | None:
+        """What many updates read moves once, however many views of it there are."""
+        ref, version = self.known.get(t) or (whole and self.homes.get(home_of(t))) or (None, 0)
+        moved = None if ref is None else ref()
+        if moved is None or version != version_of(t):
+            return None
+        return moved if moved.owner is owner or t.grad_fn is not None else None  # inputs are edited between passes, as `x.data`
 
     def _send(self, moved: Moved, most: int | None) -> None:
         """Start the copy to the host, if there is room for it."""
-        buffer = self.pool.take(moved.size, most)
-        if buffer is None or moved.tensor is None:
+        if moved.tensor is None or (buffer := self.pool.take(moved.size, most)) is None:
             return
         event = self.link.out(_bytes_of(moved.tensor), buffer.bytes[: moved.size], (moved.made, buffer.last))
         moved.buffer, buffer.last = buffer, event

@@ -66,7 +66,7 @@ class Mover:
         """`t`, or what stands for it while it is away: small tensors, parameters and subclasses stay."""
         lane = self.lanes.get(t.device)
         stays = type(t) is not Tensor or t.layout is not torch.strided or t.nbytes < SMALL or t.is_conj() or t.is_neg()
-        return t if lane is None or stays else lane.keep(t, what)
+        return t if lane is None or stays else lane.keep(t, what, self.lanes)
 
     @contextlib.contextmanager
     def keeping(self, kept: Iterable[Tensor], what: str) -> Iterator[None]:
