@@ -6,6 +6,8 @@ import torch
 class Event:
     """A copy that is made when somebody waits for it, or for a later one of its stream: as late as a device may make it."""
 
+    name = None
+
     def __init__(self, copy=None, after=()):
         self.copy, self.after = copy, after
 
@@ -19,7 +21,7 @@ class Event:
 
 
 class LateLink:
-    """`forgets` plants a fault: "after the copy out", "before use", "before reuse" or "before it is let go"."""
+    """`forgets` plants a fault: nobody waits for the copy "out", or for the one "back"."""
 
     forgets = None
 
@@ -34,20 +36,19 @@ class LateLink:
         return "compute"
 
     def out(self, source, buffer, after):
-        made, last = after
-        return self._late("out", source, buffer, (made, None if self.forgets == "before reuse" else last))
+        return self._late("out", source, buffer, after)
 
     def back(self, buffer, target, after):
-        last, free = after
         target.fill_(255)  # NaN, until the copy is made
-        return self._late("back", buffer, target, (None if self.forgets == "after the copy out" else last, free))
+        return self._late("back", buffer, target, () if self.forgets == "out" else after)
 
     def _late(self, stream, source, target, after):
         self.streams[stream] = Event(lambda: target.copy_(source), (self.streams[stream], *after))
+        self.streams[stream].name = stream
         return self.streams[stream]
 
     def wait(self, event, streams):
-        if self.forgets != "before use":
+        if self.forgets != event.name:
             event.synchronize()
 
     def pin(self, size):

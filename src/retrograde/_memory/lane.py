@@ -99,8 +99,8 @@ class Lane:
         self.latest: weakref.ref[Moved] | None = None
         self.known: Any = WeakIdKeyDictionary()  # by tensor and version: what many updates read moves once
         self.homes: dict[int, tuple[weakref.ref[Moved], int]] = {}  # by storage, while it is on the device
-        self.came: list[weakref.ref[Moved]] = []  # back, in the backward passes that are running
-        self.tasks: set[int] = set()  # these
+        self.came: list[weakref.ref[Moved]] = []  # back, in the backward pass that is running
+        self.task = -1  # this
         self.copied_out = self.copied_back = 0
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ class Lane:
         """The tensor on the device; and what backward asks for next is on its way."""
         moved = kept.moved
         with self.lock:
-            if graph_task() >= 0 and graph_task() not in self.tasks:
-                self.tasks.add(graph_task())
-                at_end_of_backward(lambda task=graph_task(): self._end(task))  # type: ignore[misc]
+            if graph_task() not in (-1, self.task):
+                self.task = graph_task()
+                at_end_of_backward(self._end)
             if moved.edited or (moved.tensor is not None and version_of(moved.tensor) != moved.version):
                 raise edited_output(kept.what)
             if moved.tensor is not None:
@@ -205,16 +205,14 @@ class Lane:
         self.copied_back += moved.size
         return moved.back
 
-    def _end(self, task: int) -> None:
+    def _end(self) -> None:
         """A backward pass is over: what came back and was not asked for goes, and so does what was leaving."""
         with self.lock:
-            self.tasks.discard(task)
             self._retire(self.begun + 1)
-            if not self.tasks:
-                for moved in (ref() for ref in self.came):
-                    if moved is not None:
-                        moved.drop()
-                self.came.clear()
+            for moved in (ref() for ref in self.came):
+                if moved is not None:
+                    moved.drop()
+            self.came.clear()
 
 
 def _bytes_of(t: Tensor) -> Tensor:

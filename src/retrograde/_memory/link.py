@@ -1,6 +1,6 @@
 """The link between a device and the host: copies that run beside the net, on streams of their own.
 
-Four rules keep copies right; each has a test that fails without it (tests/memory/test_offload.py).
+Four rules keep copies right. Tests forget one, and see that gradients or their verification tell (tests/memory/test_offload.py).
 1. A copy to the host begins when what made the tensor is done: an event on the stream that it was made on.
 2. The device tensor stays until its copy is done: the streams that use its memory wait for the event before it is let go.
    (`record_stream` would do as well, and memory would grow, as the allocator learns late that a copy is done.)
