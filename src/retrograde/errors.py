@@ -194,8 +194,8 @@ def edited_output(what: str) -> ReplayError:
 
 def edited_while_kept(where: str, shape: Any) -> NotRepeated:
     return NotRepeated(
-        f"a tensor of shape {tuple(shape)} that the gradient of fn needs was edited in place after the forward pass. Call backward "
-        "first, or edit a copy",
+        f"a tensor of shape {tuple(shape)} that the gradient of fn needs was edited in place after the forward pass. Call "
+        "backward first, or edit a copy",
         where,
     )
 

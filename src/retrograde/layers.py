@@ -105,7 +105,7 @@ class Sequential(Net, nn.Sequential):
             self._programs[names] = Program(updates, (1,) * len(updates))
         return self._programs[names]
 
-    def forward(self, x: S, /, **side: Any) -> S:
+    def forward(self, x: S, /, **side: Any) -> S:  # type: ignore[override]
         """The output for the input `x`, a tensor or a tree of tensors. Side inputs are keyword arguments, see `route`."""
         if torch.compiler.is_dynamo_compiling():
             return self._in_trace(x, side) if whole_graph() else self._outside(x, side)

@@ -130,7 +130,8 @@ def named_modules(given: tuple[Any, ...], of: str) -> list[tuple[str, nn.Module]
     else:
         alone = len(given) == 1 and (not isinstance(given[0], nn.Module) or isinstance(given[0], nn.ModuleList))
         try:
-            found = [(str(i), module) for i, module in enumerate(given[0] if alone else given)]
+            several: Any = given[0] if alone else given
+            found = [(str(i), module) for i, module in enumerate(several)]
         except TypeError as error:
             raise ProgramError(f"{of} takes a list of modules, got a {type(given[0]).__name__}") from error
     for name, module in found:

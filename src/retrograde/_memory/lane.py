@@ -33,8 +33,8 @@ class Moved:
     """A storage that some updates keep: on the device, on its way to the host, there, or back."""
 
     __slots__ = (
-        "__weakref__", "asked", "back", "buffer", "count", "edited", "lane", "made", "owner", "previous", "size", "stream", "tensor",
-        "version",
+        "__weakref__", "asked", "back", "buffer", "count", "edited", "lane", "made", "owner", "previous", "size", "stream",
+        "tensor", "version",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, t: Tensor, owner: object):
@@ -68,7 +68,7 @@ class Kept(NamedTuple):
     dtype: torch.dtype
     shape: Any
     strides: Any
-    offset: int
+    offset: Any
 
     def view(self, storage: Any) -> Tensor:
         """The tensor, with a version of its own."""

@@ -36,7 +36,7 @@ class Link(Protocol):
     def wait(self, event: Any, streams: set[Any]) -> None:
         """What is given to these streams from here on waits for the event."""
 
-    def pin(self, size: int) -> Tensor:
+    def pin(self, size: int) -> Any:
         """So many bytes of host memory that it copies to and from."""
 
     def unpin(self, pinned: Tensor) -> None:
@@ -52,16 +52,16 @@ class CudaLink:
         self.device = device
         self.leaving, self.coming = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         return self.here().record_event()
 
     def here(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
-    def out(self, source: Tensor, buffer: Tensor, after: tuple[Any, ...]) -> torch.cuda.Event:
+    def out(self, source: Tensor, buffer: Tensor, after: tuple[Any, ...]) -> Any:
         return _copy(self.leaving, source, buffer, after)
 
-    def back(self, buffer: Tensor, target: Tensor, after: tuple[Any, ...]) -> torch.cuda.Event:
+    def back(self, buffer: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
         return _copy(self.coming, buffer, target, after)
 
     def wait(self, event: torch.cuda.Event, streams: set[torch.cuda.Stream]) -> None:
@@ -69,7 +69,7 @@ class CudaLink:
             stream.wait_event(event)
 
 
-def _copy(stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> torch.cuda.Event:
+def _copy(stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
     for event in after:
         if event is not None:
             stream.wait_event(event)

@@ -1,7 +1,7 @@
 """Pinned host memory, which a device copies to and from while the net runs on: buffers of exact size, kept for the next pass.
 
-Pinning takes milliseconds, so buffers are reused, across passes and shapes. torch's own pinned allocator rounds sizes up to powers
-of two; here a buffer has the size that was asked for, up to whole pages.
+Pinning takes milliseconds, so buffers are reused, across passes and shapes. torch's own pinned allocator rounds sizes up to
+powers of two; here a buffer has the size that was asked for, up to whole pages.
 """
 
 from __future__ import annotations
