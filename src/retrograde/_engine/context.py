@@ -13,7 +13,7 @@ from .._base.function_modules import Held
 from .._base.generators import Draws, generators
 from .._base.pytrees import tensors
 from .._base.torch_private import tree_flatten, tree_unflatten
-from .._exact.streams import Exact
+from .._exact.choose import drifting
 from ..update import Program
 from .call import Streams
 from .module_state import ModuleState
@@ -29,7 +29,7 @@ class Context:
 
     def __init__(self, program: Program, held: list[Held], streams: Streams, side: Streams, verify: str):
         self.held = held  # by the functions
-        self.drifting = _drifting(program, streams)
+        self.drifting = drifting(program, streams)
         own = [t for name in program.names for t in tensors(streams[name])]
         flat: list[Any]
         flat, self.side_spec = tree_flatten(side) if side else ([], None)
@@ -76,18 +76,6 @@ class Context:
         pairs = zip(saved, self.grads, strict=True)
         rest = iter([t if t.requires_grad is grad else t.detach().requires_grad_(grad) for t, grad in pairs])
         return tree_unflatten([next(rest) if other is _HOLE else other for other in self.others], self.side_spec)
-
-
-def _drifting(program: Program, streams: Streams) -> set[str]:
-    """The streams that undoing recovers with rounding errors: those that are not carried exactly, and those made of them."""
-    found = {name for name in program.changing if not isinstance(streams[name], Exact)}
-    exact = program.changing - found
-    grew = bool(found and exact)
-    while grew:
-        more = {update.target for update in program.updates if not found.isdisjoint(update.sources)} - found
-        grew = bool(more)
-        found |= more
-    return found
 
 
 def _copies(flat: list[Any], limit: int) -> dict[int, Tensor]:
