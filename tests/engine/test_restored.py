@@ -330,11 +330,21 @@ def closure(model):
     return lambda x: functional.batch_norm(model.linear(x), model.mean, model.var, training=True).tanh()
 
 
+def normed(layer, mean, var, x):
+    return functional.batch_norm(layer(x), mean, var, training=True).tanh()
+
+
+def over_statistics(layer, means, var):
+    return lambda x: normed(layer, means[0], var, x)
+
+
 FUNCTIONS = {
     "a method": lambda model: model.method,
     "a partial": lambda model: functools.partial(model.method, scale=0.5),
     "a partial of a plain function": lambda model: functools.partial(Model.method, model),
+    "a partial of the statistics themselves": lambda model: functools.partial(normed, model.linear, model.mean, model.var),
     "a closure": closure,
+    "a closure over the statistics themselves": lambda model: over_statistics(model.linear, [model.mean], model.var),
     "a plain function that calls a global module": lambda model: calls_a_global,
 }
 
