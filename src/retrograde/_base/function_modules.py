@@ -16,6 +16,7 @@ from .pytrees import each
 
 _DEEP = 6  # attributes and entries away from a function
 _MANY = 64  # entries of a list that are looked at
+_SMALL = 1 << 16  # bytes of a tensor that a function names by itself: statistics are no larger
 _PLAIN = (int, float, complex, str, bytes, type(None), type, types.ModuleType, Tensor, torch.dtype, torch.device)
 STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # attributes of every module
 
@@ -94,21 +95,45 @@ def parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
+class _Contents(dict[str, Any]):
+    """Buffers that nobody can replace, as a closure or a partial names the tensors themselves: another one lends its elements."""
+
+    def __init__(self, found: Iterable[Tensor]):
+        super().__init__((str(i), t) for i, t in enumerate(found))
+        self.own, self.kept = dict(self), dict[str, Tensor]()
+
+    def __setitem__(self, name: str, t: Tensor) -> None:
+        own = self.own[name]
+        if self[name] is own:
+            self.kept[name] = own.detach().clone()
+        own.data.copy_(self.kept[name] if t is own else t)
+        super().__setitem__(name, t)
+
+
+class Loose(nn.Module):
+    """Small tensors that a function holds without their module: `F.batch_norm` may move them, which is to happen once."""
+
+    def __init__(self, found: Iterable[Tensor]):
+        super().__init__()
+        self._buffers = _Contents(found)
+
+
 class Held:
     """What a function and its rule use besides their arguments: itself, or what is behind a method, a partial or a closure.
 
     A module may also hold others without registering them, as `self.shared = [module]`.
     """
 
-    __slots__ = ("generators", "modules", "registered", "roots")
+    __slots__ = ("generators", "loose", "modules", "registered", "roots")
 
     def __init__(self, fn: Any, rule: Any = None):
         self.roots: list[nn.Module] = []  # without what they are made of
         self.generators: list[torch.Generator] = []
+        self.loose: dict[int, Tensor] = {}
         if isinstance(fn, nn.Module) and not (isinstance(fn, Around) and not isinstance(fn.fn, nn.Module)):
             self.roots.append(fn)
         else:
-            _look_behind(fn.fn if isinstance(fn, Around) else fn, _DEEP, self)
+            _look_behind(fn.fn if isinstance(fn, Around) else fn, _DEEP, self, self.loose)
         if rule is not None and rule.__dict__:
             _look_behind(list(rule.__dict__.values()), _DEEP, self)
         self.modules, known = parts(self.roots), len(self.roots)
@@ -119,6 +144,8 @@ class Held:
                         _look_behind(value, 2, self)
         if len(self.roots) > known:
             self.modules = parts(self.roots)
+        if self.loose:
+            self.modules = [*self.modules, Loose(self.loose.values())]
         # whether all of them are registered in fn: then it uses them, as far as anybody can tell
         self.registered = self.roots == [fn] or (isinstance(fn, nn.Module) and set(self.modules) == set(parts([fn])))
 
@@ -146,7 +173,7 @@ def modules_of(fn: Any) -> list[nn.Module]:
     return Held(fn).modules
 
 
-def _look_behind(thing: Any, depth: int, found: Held) -> None:
+def _look_behind(thing: Any, depth: int, found: Held, loose: dict[int, Tensor] | None = None) -> None:
     todo, seen = [(thing, depth)], set()
     while todo:
         thing, depth = todo.pop(0)
@@ -154,9 +181,16 @@ def _look_behind(thing: Any, depth: int, found: Held) -> None:
             found.roots.append(thing)
         elif isinstance(thing, torch.Generator):
             found.generators.append(thing)
+        elif loose is not None and type(thing) is Tensor and _may_move(thing):
+            loose[id(thing)] = thing
         elif depth and id(thing) not in seen and not isinstance(thing, _PLAIN):
             seen.add(id(thing))
             todo += [(inner, depth - 1) for inner in _inside(thing)]
+
+
+def _may_move(t: Tensor) -> bool:
+    plain = t.is_floating_point() and not t.requires_grad and t.layout is torch.strided and not t.is_inference()
+    return plain and t.nbytes <= _SMALL
 
 
 def _inside(thing: Any) -> Iterable[Any]:

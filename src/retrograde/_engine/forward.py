@@ -103,13 +103,12 @@ def _new_record(run: Run, index: int, update: Update, sources: list[Any], state:
     context.modules.append(modules)
     if held.generators:
         context.draws.follow(held.generators)
-    rounded = (name for name in update.sources if name in context.changing and not isinstance(state[name], Exact))
     target = tensors(state[update.target]) if update.rule.saves else []
     return Record(
         index, len(run.records), update, modules,
         leaves=[(t.stride(), t.requires_grad) for value in sources for t in tensors(value)],
         target_leaves=[(t.stride(), t.requires_grad) for t in target],
-        drifts=not run.keeps_sources and next(rounded, None) is not None,
+        drifts=not run.keeps_sources and not context.drifting.isdisjoint(update.sources),
         lean=run.lean,
     )  # fmt: skip
 

@@ -49,6 +49,17 @@ def exact_streams(name: str, program: Any, streams: dict[str, Any], held: Sequen
     return targets.exact
 
 
+def drifting(program: Any, state: dict[str, Any]) -> set[str]:
+    """The streams that undoing recovers with rounding errors: those that are not carried exactly, and those made of them."""
+    found = {name for name in program.changing if not isinstance(state[name], Exact)}
+    grew = bool(found) and found != program.changing
+    while grew:
+        more = {update.target for update in program.updates if not found.isdisjoint(update.sources)} - found
+        grew = bool(more)
+        found |= more
+    return found
+
+
 class Targets(NamedTuple):
     """Of a program: the streams that exact arithmetic can carry, and whether each is multiplied; the first update that it cannot
     follow, and why; all streams that are multiplied."""
