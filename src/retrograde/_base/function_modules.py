@@ -26,13 +26,6 @@ class Around(nn.Module):
     def __init__(self, fn: Any):
         super().__init__()
         self.fn = fn
-
-
-class OfSum(Around):
-    """fn of the sum of its inputs."""
-
-    def __init__(self, fn: Any):
-        super().__init__(fn)
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # what errors call it
 
     @property
@@ -40,11 +33,22 @@ class OfSum(Around):
         """By rg.compile_fns."""
         return (self.fn,)
 
+
+class OfSum(Around):
+    """fn of the sum of its inputs."""
+
     def forward(self, first: Any, *others: Any, **side: Any) -> Any:
         total = first
         for other in others:
             total = each(Tensor.add, total, other)
         return self.fn(total, **side)
+
+
+class Noised(Around):
+    """A layer that hands over what reversible noise needs besides: its input, and the seed of the signs."""
+
+    def forward(self, x: Any, seed: Tensor, **side: Any) -> tuple[Any, Any, Tensor]:
+        return self.fn(x, **side), x, seed
 
 
 class Arguments(nn.Module):

@@ -30,6 +30,10 @@ class Carried:
         """n/d of the stream and the rest of `out`; or that undone."""
         raise NotImplementedError
 
+    def noisy(self, out: Any, bits: int, depth: int, undo: bool = False) -> Any:
+        """What a layer has made, with reversible noise, in place of the stream; or that undone."""
+        raise NotImplementedError
+
     def outline(self) -> Any:
         """A tree of tensors that have the stream's shapes."""
         raise NotImplementedError

@@ -20,26 +20,40 @@ from torch import Tensor
 
 from .._base.pytrees import Carried, flatten, unflatten
 from .._base.torch_private import TreeSpec, register_pytree_node
+from .._base.vaults import opened, vault
 from . import cuda as fused
+from .noise import Noise, recovered, replaced
 from .range import GRID, Ledger
 
 FINE = 35  # bits behind the point, for float64
 
 
 class Form:
-    """How a stream is carried: its tree, and for each leaf its dtype and "wide", "split", "kept", or "plain" (whole numbers)."""
+    """How a stream is carried: its tree, and for each leaf its dtype and "wide", "split", "kept", or "plain" (whole numbers).
 
-    __slots__ = ("kinds", "ledger", "spec")
+    `lost` is what undoing needs besides, a stack: (what the last update lost, in a vault; the stack before). None: it is not noted.
+    """
 
-    def __init__(self, kinds: list[tuple[torch.dtype, str]], spec: TreeSpec | None, ledger: Ledger | None):
-        self.kinds, self.spec, self.ledger = kinds, spec, ledger
+    __slots__ = ("kinds", "ledger", "lost", "spec")
 
-    def unchecked(self) -> Form:
-        """For backward, which meets the values of the forward pass: nobody looks at their range again."""
-        return Form(self.kinds, self.spec, None)
+    def __init__(self, kinds: list[tuple[torch.dtype, str]], spec: TreeSpec | None, ledger: Ledger | None, lost: Any = None):
+        self.kinds, self.spec, self.ledger, self.lost = kinds, spec, ledger, lost
 
     def stream(self, made: list[Tensor]) -> Exact:
         return Exact(made, self)
+
+
+class Kept(NamedTuple):
+    """The form of a stream of which autograd keeps everything. Nobody looks at its range again."""
+
+    form: Form  # without what was lost
+    count: int  # of tensors before those
+
+    def stream(self, made: list[Tensor]) -> Exact:
+        lost: Any = ()
+        for t in reversed(made[self.count :]):
+            lost = t, lost
+        return Exact(made[: self.count], Form(self.form.kinds, self.form.spec, None, lost))
 
 
 class Note(NamedTuple):
@@ -135,6 +149,26 @@ class Exact(Carried):
             made += [total if ledger is None else ledger.within(total, _bits(dtype)), rest]
         return Exact(made, self.form)
 
+    def noisy(self, out: Any, bits: int, depth: int, undo: bool = False) -> Exact:
+        """What a layer has made of its source, with reversible noise (noise.py), in place of the stream; or that undone."""
+        form, made, kept = self.form, [], []
+        note: list[Tensor] | None = None if undo or form.lost is None else []
+        lost = form.lost
+        if undo:
+            last, lost = lost
+            kept = opened(last)
+        *both, seed = out
+        layers, sources = ([one] if form.spec is None else form.spec.flatten_up_to(one) for one in both)
+        for number, (dtype, _, own) in enumerate(self.leaves()):
+            noise = Noise(seed, depth << 16 | number, bits, _bits(dtype), form.ledger)
+            if undo:
+                made += recovered(own, layers[number], sources[number], noise, kept[number])
+            else:
+                made += replaced(own, layers[number], sources[number], noise, note)
+        if note:
+            lost = vault(note), lost
+        return Exact(made, Form(form.kinds, form.spec, form.ledger, lost))
+
 
 register_pytree_node(Exact, lambda stream: (stream.made, stream.form), lambda made, form: form.stream(list(made)))
 
@@ -172,6 +206,26 @@ def carried(value: Any, ledger: Ledger, keeps: bool = False) -> Exact:
             if keeps:
                 made.append(torch.zeros_like(made[-1], dtype=torch.int64, requires_grad=False))
     return Exact(made, Form(kinds, spec, ledger))
+
+
+def noting(value: Any, on: bool) -> Any:
+    """The stream, which from here on notes what updates lose, or does not."""
+    if not isinstance(value, Exact):
+        return value
+    form = value.form
+    return Exact(value.made, Form(form.kinds, form.spec, form.ledger, (form.lost or ()) if on else None))
+
+
+def whole(value: Any) -> tuple[list[Tensor], Any]:
+    """All tensors of a stream, also what its updates have lost, and what makes a stream of them again."""
+    flat, spec = flatten(value)
+    if not isinstance(spec, Form):
+        return flat, spec
+    lost, rest = [], spec.lost
+    while rest:
+        last, rest = rest
+        lost.append(last)
+    return [*flat, *lost], Kept(noting(value, False).form, len(flat))
 
 
 def read(value: Any) -> Any:
