@@ -156,7 +156,8 @@ class Sequential(Net, nn.Sequential):
     def _forward(self, x: Any, side: Mapping[str, Any]) -> Any:
         if not len(self):
             return x
-        program, streams, memory = self._program_for(side), dict.fromkeys(_STREAMS, x), self.memory
+        program, memory = self._program_for(side), self.memory
+        streams: dict[str, Any] = dict.fromkeys(_STREAMS, x)
         if self.noisy:
             streams[_SEED] = new_seed(next((t.device for t in tensors(x)), None))
         elif self.bits is not None:  # without noise nothing can be undone

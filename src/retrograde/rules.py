@@ -232,8 +232,8 @@ class Replace(Rule):
 class Noisy(Rule):
     """`target = layer(source)` with a little noise, by which the target can be recovered from it (_exact/noise.py).
 
-    fn returns what the layer has made, the source as it read it, and the seed of the signs. The source as it was read, rounded to the
-    dtype of the stream, does as well as the source as it is carried: the layer has seen no more of it, and both are recovered.
+    fn returns what the layer has made, the source, and the seed of the signs. It is the source as fn reads it, rounded to the
+    dtype of the stream: both forms are recovered, and the layer has seen no more than this one.
     """
 
     saves = False
@@ -259,7 +259,7 @@ class Noisy(Rule):
             if not a.is_floating_point():
                 return f"reversible noise is for streams of floating point, and this one has {a.dtype}: pass it as a side input"
             if (a.dtype, a.device) != (b.dtype, b.device):
-                return f"the layer returned {b.dtype} on {b.device}, its input is {a.dtype} on {a.device}: convert it back at its end"
+                return f"the layer returned {b.dtype} on {b.device}, its input is {a.dtype} on {a.device}: let it convert back"
         return None
 
 

@@ -4,9 +4,9 @@ With p the state before the last, c the last one and L = layer(c), training comp
 
     new = L + gamma (p - 2c + L),      gamma = ±2^-m, a random sign for each element
 
-p, c and L lie on the grid of exact arithmetic, so D = p - 2c + L is a whole number of its units, and so is what the product leaves of
-it: new = L ± floor(D / 2^m). Together with the m bits that floor takes away, new gives back D and so p. (After BDIA: Zhang, Lewis,
-Kleijn, 2025, which has one sign for each sample, and m = 1.)
+p, c and L lie on the grid of exact arithmetic, so D = p - 2c + L is a whole number of its units, and its product is rounded down
+to one: new = L ± floor(D / 2^m). With the m bits that this takes away, new gives back D, and D gives back p. (After BDIA: Zhang,
+Lewis, Kleijn, 2025, which has one sign for each sample, and m = 1.)
 
 All of it is done in float64, whose 53 bits hold D: four times the range on the finest grid takes 52.
 """
@@ -14,12 +14,13 @@ All of it is done in float64, whose 53 bits hold D: four times the range on the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._base.torch_private import in_forward_mode, in_transform
+from .._base.torch_private import in_forward_mode, in_transform, quick_apply
 from .cuda import on_grid
 from .range import GRID, Ledger
 
@@ -44,7 +45,7 @@ def replaced(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, not
     if in_transform() or in_forward_mode():  # nothing is undone there
         return [_plainly(own[0], layer, source, noise)]
     if torch.is_grad_enabled() and (layer.requires_grad or source.requires_grad or own[0].requires_grad):
-        return list(_Replaced.apply(layer, source, noise, note, *own))  # type: ignore[arg-type]
+        return list(_with_grad(layer, source, noise, note, *own))
     return _replaced(own, layer, source, noise, note)
 
 
@@ -54,7 +55,7 @@ def recovered(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, ke
     count = value.numel()
     found = torch.empty(value.shape, dtype=torch.float64, device=value.device)
     given = value, source, layer, noise.signs(count), unpacked(kept, noise.bits, count)
-    _in_chunks(lambda *some: (_back(*some, noise.bits, noise.grid),), given, (found,))
+    _in_chunks(partial(_back, noise), given, (found,))
     return _in_form(found, own)
 
 
@@ -64,9 +65,9 @@ def _replaced(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, no
     made = torch.empty(value.shape, dtype=torch.float64, device=device)
     low = [] if note is None else [torch.empty(count, dtype=torch.uint8, device=device)]
     given = value, source, layer, noise.signs(count)
-    _in_chunks(lambda *some: _step(*some, noise.bits, noise.grid), given, (made, *low))
+    _in_chunks(partial(_step, noise), given, (made, *low))
     if note is not None:
-        note.append(packed(*low, noise.bits))
+        note.append(packed(low[0], noise.bits))
     if noise.ledger is not None:
         made = noise.ledger.within(made, noise.grid)
     if layer.stride() != made.stride() and torch.empty_like(layer, device="meta").stride() == layer.stride():
@@ -74,20 +75,20 @@ def _replaced(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, no
     return _in_form(made, own)
 
 
-def _step(p: Tensor, c: Tensor, layer: Tensor, sign: Tensor, bits: int, grid: int) -> tuple[Tensor, Tensor]:
+def _step(noise: Noise, p: Tensor, c: Tensor, layer: Tensor, sign: Tensor) -> tuple[Tensor, Tensor]:
     """new, and the low bits of D."""
-    wide = on_grid(layer, grid)
-    d = p.sub(c.to(torch.float64), alpha=2.0).add_(wide).mul_(2.0**grid)  # in units of the grid
-    high = d.mul(2.0**-bits).floor_()
-    low = d.sub_(high, alpha=2.0**bits)
-    return wide.add_(high.mul_(sign), alpha=2.0**-grid), low
+    wide = on_grid(layer, noise.grid)
+    d = p.sub(c.to(torch.float64), alpha=2.0).add_(wide).mul_(2.0**noise.grid)  # in units of the grid
+    high = d.mul(2.0**-noise.bits).floor_()
+    low = d.sub_(high, alpha=2.0**noise.bits)
+    return wide.add_(high.mul_(sign), alpha=2.0**-noise.grid), low
 
 
-def _back(new: Tensor, c: Tensor, layer: Tensor, sign: Tensor, low: Tensor, bits: int, grid: int) -> Tensor:
+def _back(noise: Noise, new: Tensor, c: Tensor, layer: Tensor, sign: Tensor, low: Tensor) -> tuple[Tensor]:
     """p again."""
-    wide = on_grid(layer, grid)
-    d = new.sub(wide).mul_(sign).mul_(2.0**bits).add_(low.to(torch.float64), alpha=2.0**-grid)
-    return d.add_(c.to(torch.float64), alpha=2.0).sub_(wide)
+    wide = on_grid(layer, noise.grid)
+    d = new.sub(wide).mul_(sign).mul_(2.0**noise.bits).add_(low.to(torch.float64), alpha=2.0**-noise.grid)
+    return (d.add_(c.to(torch.float64), alpha=2.0).sub_(wide),)
 
 
 def _in_chunks(step: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
@@ -123,6 +124,9 @@ class _Replaced(torch.autograd.Function):
         return (grad + step).to(of_layer), (step * -2.0).to(of_source), None, None, step, *(None for _ in range(ctx.rest))
 
 
+_with_grad = quick_apply(_Replaced)  # where no transform is around
+
+
 def _gamma(sign: Tensor, bits: int, like: Tensor) -> Tensor:
     return sign.to(like.dtype).mul_(2.0**-bits).view(like.shape)
 
@@ -131,7 +135,7 @@ def _plainly(p: Tensor, layer: Tensor, source: Tensor, noise: Noise) -> Tensor:
     """The same by operations that autograd knows, which keep what they please."""
     sign = noise.signs(p.numel()).view(p.shape)
     through = layer + _gamma(sign, noise.bits, p) * (p - 2.0 * source + layer)
-    made, _ = _step(p.detach(), source.detach(), layer.detach(), sign, noise.bits, noise.grid)
+    made, _ = _step(noise, p.detach(), source.detach(), layer.detach(), sign)
     made = made + (through - through.detach())
     return made if noise.ledger is None else noise.ledger.within(made, noise.grid)
 
@@ -165,13 +169,13 @@ def _signed(number: int) -> int:
 _ODD = _signed(0x9E3779B97F4A7C15)
 
 
-def new_seed(device: torch.device) -> Tensor:
+def new_seed(device: torch.device | None) -> Tensor:
     """From torch's generator, so whoever sets that draws the same one. It stays on the device."""
     return torch.randint(-(2**63), 2**63 - 1, (), device=device)
 
 
 def signs(seed: Tensor, number: int, count: int) -> Tensor:
-    """±1 for each of so many elements, in int8. Element e has bit e // n of byte e % n of a hash, where n is an eighth of them."""
+    """±1 for each of so many elements, in int8. Element e has bit e // n of byte e % n of a hash, where n is an eighth of all."""
     run = -(-count // 8)
     seed = seed.to(torch.int64)
     words = torch.arange(1, -(-run // 8) + 1, device=seed.device)

@@ -31,13 +31,14 @@ FINE = 35  # bits behind the point, for float64
 class Form:
     """How a stream is carried: its tree, and for each leaf its dtype and "wide", "split", "kept", or "plain" (whole numbers).
 
-    `lost` is what undoing needs besides, a stack: (what the last update lost, in a vault; the stack before). None: it is not noted.
+    `lost` is what undoing needs besides, a stack: (what the last update lost, in a vault; the stack below). None: nobody undoes.
     """
 
     __slots__ = ("kinds", "ledger", "lost", "spec")
 
     def __init__(self, kinds: list[tuple[torch.dtype, str]], spec: TreeSpec | None, ledger: Ledger | None, lost: Any = None):
-        self.kinds, self.spec, self.ledger, self.lost = kinds, spec, ledger, lost
+        self.kinds, self.spec, self.ledger = kinds, spec, ledger
+        self.lost: Any = lost
 
     def stream(self, made: list[Tensor]) -> Exact:
         return Exact(made, self)
@@ -47,13 +48,13 @@ class Kept(NamedTuple):
     """The form of a stream of which autograd keeps everything. Nobody looks at its range again."""
 
     form: Form  # without what was lost
-    count: int  # of tensors before those
+    first: int  # of the tensors that was lost
 
     def stream(self, made: list[Tensor]) -> Exact:
         lost: Any = ()
-        for t in reversed(made[self.count :]):
+        for t in reversed(made[self.first :]):
             lost = t, lost
-        return Exact(made[: self.count], Form(self.form.kinds, self.form.spec, None, lost))
+        return Exact(made[: self.first], Form(self.form.kinds, self.form.spec, None, lost))
 
 
 class Note(NamedTuple):
@@ -153,10 +154,8 @@ class Exact(Carried):
         """What a layer has made of its source, with reversible noise (noise.py), in place of the stream; or that undone."""
         form, made, kept = self.form, [], []
         note: list[Tensor] | None = None if undo or form.lost is None else []
-        lost = form.lost
         if undo:
-            last, lost = lost
-            kept = opened(last)
+            kept = opened(form.lost[0])
         *both, seed = out
         layers, sources = ([one] if form.spec is None else form.spec.flatten_up_to(one) for one in both)
         for number, (dtype, _, own) in enumerate(self.leaves()):
@@ -165,8 +164,7 @@ class Exact(Carried):
                 made += recovered(own, layers[number], sources[number], noise, kept[number])
             else:
                 made += replaced(own, layers[number], sources[number], noise, note)
-        if note:
-            lost = vault(note), lost
+        lost = form.lost[1] if undo else (vault(note), form.lost) if note else form.lost
         return Exact(made, Form(form.kinds, form.spec, form.ledger, lost))
 
 
