@@ -77,7 +77,7 @@ class Sequential(Net, nn.Sequential):
         self._bits = bits
 
     @property
-    def noisy(self) -> bool:
+    def _noisy(self) -> bool:
         """Whether the next forward pass has noise."""
         return self._bits is not None and self.training
 
@@ -122,7 +122,7 @@ class Sequential(Net, nn.Sequential):
         made_of = (list(self), self.route)
         if made_of != self._made_of:
             self._made_of, self._programs = made_of, {}
-        key = (() if self.route is None else tuple(side), self.bits if self.noisy else None)
+        key = (() if self.route is None else tuple(side), self.bits if self._noisy else None)
         if key not in self._programs:
             updates = [self._update(depth, layer, self._takes(depth, side)) for depth, layer in enumerate(self)]
             self._programs[key] = Program(updates, (1,) * len(updates))
@@ -130,7 +130,7 @@ class Sequential(Net, nn.Sequential):
 
     def _update(self, depth: int, layer: nn.Module, takes: Any) -> Update:
         source, target = _STREAMS[depth % 2], _STREAMS[(depth + 1) % 2]
-        if self.noisy and self.bits is not None:
+        if self._noisy and self.bits is not None:
             return Update(target, Noised(layer), (source, _SEED), takes, Noisy(self.bits, depth))
         return Update(target, layer, source, takes, Replace())
 
@@ -142,7 +142,7 @@ class Sequential(Net, nn.Sequential):
 
     def _in_trace(self, x: Any, side: Mapping[str, Any]) -> Any:
         """`torch.compile(fullgraph=True)` decides itself what is kept (its `activation_memory_budget`)."""
-        if self.noisy:
+        if self._noisy:
             refuse(_NO_TRACE)
         for depth, layer in enumerate(self):
             takes = self._takes(depth, side)
@@ -158,11 +158,11 @@ class Sequential(Net, nn.Sequential):
             return x
         program, memory = self._program_for(side), self.memory
         streams: dict[str, Any] = dict.fromkeys(_STREAMS, x)
-        if self.noisy:
+        if self._noisy:
             streams[_SEED] = new_seed(next((t.device for t in tensors(x)), None))
         elif self.bits is not None:  # without noise nothing can be undone
             memory = Checkpointed(settled(memory, x))
-        arithmetic = "exact" if self.noisy else "float"
+        arithmetic = "exact" if self._noisy else "float"
         try:
             out = run(program, streams, side, memory=memory, arithmetic=arithmetic, verify=self.verify)
         except TypeError as error:

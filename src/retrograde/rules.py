@@ -249,7 +249,7 @@ class Noisy(Rule):
         return target.noisy(out, self.bits, self.depth)
 
     def undo(self, target: Any, out: Any) -> Any:
-        return target.noisy(out, self.bits, self.depth, undo=True)
+        return target.without_noise(out, self.bits, self.depth)
 
     def mismatch(self, target: Any, out: Any) -> str | None:
         made, source, _ = out

@@ -44,6 +44,13 @@ class OfSum(Around):
         return self.fn(total, **side)
 
 
+class Twice(Around):
+    """Two times fn."""
+
+    def forward(self, *sources: Any, **side: Any) -> Any:
+        return each(lambda t: 2 * t if isinstance(t, Tensor) else t, self.fn(*sources, **side))
+
+
 class Noised(Around):
     """A layer that hands over what reversible noise needs besides: its input, and the seed of the signs."""
 

@@ -171,7 +171,7 @@ _ODD = _signed(0x9E3779B97F4A7C15)
 
 def new_seed(device: torch.device | None) -> Tensor:
     """From torch's generator, so whoever sets that draws the same one. It stays on the device."""
-    return torch.randint(-(2**63), 2**63 - 1, (), device=device)
+    return torch.randint(2**63 - 1, (), device=device)
 
 
 def signs(seed: Tensor, number: int, count: int) -> Tensor:

@@ -13,6 +13,7 @@ Streams of float64 have a finer grid, 2^-35, and take the plain path.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -43,18 +44,21 @@ class Form:
     def stream(self, made: list[Tensor]) -> Exact:
         return Exact(made, self)
 
+    def losing(self, lost: Any) -> Form:
+        return Form(self.kinds, self.spec, self.ledger, lost)
+
 
 class Kept(NamedTuple):
-    """The form of a stream of which autograd keeps everything. Nobody looks at its range again."""
+    """The form of a stream of which autograd keeps everything."""
 
-    form: Form  # without what was lost
+    form: Form  # without what was lost, and without a ledger: nobody looks at its range again
     first: int  # of the tensors that was lost
 
     def stream(self, made: list[Tensor]) -> Exact:
         lost: Any = ()
         for t in reversed(made[self.first :]):
             lost = t, lost
-        return Exact(made[: self.first], Form(self.form.kinds, self.form.spec, None, lost))
+        return Exact(made[: self.first], self.form.losing(lost))
 
 
 class Note(NamedTuple):
@@ -150,22 +154,27 @@ class Exact(Carried):
             made += [total if ledger is None else ledger.within(total, _bits(dtype)), rest]
         return Exact(made, self.form)
 
-    def noisy(self, out: Any, bits: int, depth: int, undo: bool = False) -> Exact:
-        """What a layer has made of its source, with reversible noise (noise.py), in place of the stream; or that undone."""
-        form, made, kept = self.form, [], []
-        note: list[Tensor] | None = None if undo or form.lost is None else []
-        if undo:
-            kept = opened(form.lost[0])
+    def noisy(self, out: Any, bits: int, depth: int) -> Exact:
+        """What a layer has made of its source, with reversible noise (noise.py), in place of the stream."""
+        form, made = self.form, []
+        lost: list[Tensor] | None = None if form.lost is None else []
+        for own, layer, source, noise in self._noises(out, bits, depth):
+            made += replaced(own, layer, source, noise, lost)
+        return Exact(made, form.losing((vault(lost), form.lost)) if lost else form)
+
+    def without_noise(self, out: Any, bits: int, depth: int) -> Exact:
+        """The stream that `noisy` was given."""
+        last, below = self.form.lost
+        parts = zip(self._noises(out, bits, depth), opened(last), strict=True)
+        made = [t for (own, layer, source, noise), kept in parts for t in recovered(own, layer, source, noise, kept)]
+        return Exact(made, self.form.losing(below))
+
+    def _noises(self, out: Any, bits: int, depth: int) -> Iterator[tuple[list[Tensor], Tensor, Tensor, Noise]]:
         *both, seed = out
-        layers, sources = ([one] if form.spec is None else form.spec.flatten_up_to(one) for one in both)
+        layers, sources = ([one] if self.form.spec is None else self.form.spec.flatten_up_to(one) for one in both)
         for number, (dtype, _, own) in enumerate(self.leaves()):
-            noise = Noise(seed, depth << 16 | number, bits, _bits(dtype), form.ledger)
-            if undo:
-                made += recovered(own, layers[number], sources[number], noise, kept[number])
-            else:
-                made += replaced(own, layers[number], sources[number], noise, note)
-        lost = form.lost[1] if undo else (vault(note), form.lost) if note else form.lost
-        return Exact(made, Form(form.kinds, form.spec, form.ledger, lost))
+            noise = Noise(seed, depth << 16 | number, bits, _bits(dtype), self.form.ledger)
+            yield own, layers[number], sources[number], noise
 
 
 register_pytree_node(Exact, lambda stream: (stream.made, stream.form), lambda made, form: form.stream(list(made)))
@@ -210,8 +219,7 @@ def noting(value: Any, on: bool) -> Any:
     """The stream, which from here on notes what updates lose, or does not."""
     if not isinstance(value, Exact):
         return value
-    form = value.form
-    return Exact(value.made, Form(form.kinds, form.spec, form.ledger, (form.lost or ()) if on else None))
+    return Exact(value.made, value.form.losing((value.form.lost or ()) if on else None))
 
 
 def whole(value: Any) -> tuple[list[Tensor], Any]:
@@ -223,7 +231,7 @@ def whole(value: Any) -> tuple[list[Tensor], Any]:
     while rest:
         last, rest = rest
         lost.append(last)
-    return [*flat, *lost], Kept(noting(value, False).form, len(flat))
+    return [*flat, *lost], Kept(Form(spec.kinds, spec.spec, None), len(flat))
 
 
 def read(value: Any) -> Any:
