@@ -27,13 +27,6 @@ class Around(nn.Module):
     def __init__(self, fn: Any):
         super().__init__()
         self.fn = fn
-
-
-class OfSum(Around):
-    """fn of the sum of its inputs."""
-
-    def __init__(self, fn: Any):
-        super().__init__(fn)
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # what errors call it
 
     @property
@@ -41,11 +34,29 @@ class OfSum(Around):
         """By rg.compile_fns."""
         return (self.fn,)
 
+
+class OfSum(Around):
+    """fn of the sum of its inputs."""
+
     def forward(self, first: Any, *others: Any, **side: Any) -> Any:
         total = first
         for other in others:
             total = each(Tensor.add, total, other)
         return self.fn(total, **side)
+
+
+class Twice(Around):
+    """Two times fn."""
+
+    def forward(self, *sources: Any, **side: Any) -> Any:
+        return each(lambda t: 2 * t if isinstance(t, Tensor) else t, self.fn(*sources, **side))
+
+
+class Noised(Around):
+    """A layer that hands over what reversible noise needs besides: its input, and the seed of the signs."""
+
+    def forward(self, x: Any, seed: Tensor, **side: Any) -> tuple[Any, Any, Tensor]:
+        return self.fn(x, **side), x, seed
 
 
 class Arguments(nn.Module):

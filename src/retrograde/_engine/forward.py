@@ -16,15 +16,16 @@ from torch import Tensor
 from .. import errors
 from .._base.cuda_graph import Drawn
 from .._base.lean import use_lean
-from .._base.pytrees import detached, each, flatten, tensors
+from .._base.pytrees import detached, each, tensors
 from .._base.torch_private import pop_hooks, push_hooks, version_of
+from .._base.vaults import vault
 from .._exact.sketch import strange, take, usable
-from .._exact.streams import Exact
+from .._exact.streams import Exact, noting, whole
 from ..update import Update
 from .backward import start, unpacker
 from .call import Streams, apply, call, fitting, observe, put_on, sources_of
 from .module_state import ModuleState
-from .nodes import Place, dead, keep, packer, vault
+from .nodes import Place, dead, keep, packer
 from .records import Record, Run
 
 _at_end = itemgetter(3)
@@ -59,6 +60,11 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
         finally:
             pop_hooks()
         modules.after(live)
+        if live and run.lowest is None:
+            run.lowest = record.number
+            if not run.keeps_sources:  # backward comes down to here: from here on streams note what updates lose
+                state.update({name: noting(value, True) for name, value in state.items()})
+                target = state[update.target]
         before = None if run.keeps_sources else detached(target)
         bought = run.purse is not None and run.purse.buys(record, record.where, tensors(before))
         if bought or not modules.repeatable:
@@ -159,18 +165,17 @@ def keep_finals(run: Run, state: Streams) -> None:
     touched = {**targets, **dict.fromkeys(chain.from_iterable(map(_sources, run.records)))}
     behind = _keep(run, {name: state[name] for name in touched})
     for name in targets:
-        state[name] = each(behind, state[name])
+        state[name] = each(behind, noting(state[name], False))
 
 
 def _keep(run: Run, saved: Streams) -> Callable[[Any], Any]:
     """Give `saved` and the side inputs to autograd; returns what puts a leaf behind the node that keeps them."""
-    run.lowest = next((number for number, record in enumerate(run.records) if record.meta), 0)
     devices = {device for meta in run.metas() for shape, _, device, _ in meta if len(shape)}
     devices |= {t.device for value in saved.values() for t in tensors(value)}
     run.scattered = len(devices) > 1
     kept: list[Tensor] = []
     for name, value in saved.items():
-        flat, spec = flatten(value)
+        flat, spec = whole(value)
         run.layout.append((name, len(flat), spec))
         run.watched += [(f"the stream {name!r}", weakref.ref(t), version_of(t)) for t in flat]
         kept += flat

@@ -278,6 +278,7 @@ def _within(
     """
     wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
     room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
+    room += sum(u.rule.loses * t.numel() // 8 for u in program.updates if u.rule.loses for t in tensors(state[u.target]))
     streams = [t for name in program.names for t in tensors(state[name])]
     forms = two_forms(update.fn for update in program.updates)
     if not forms and not isinstance(limit, str):  # nothing to learn

@@ -26,21 +26,24 @@ def unknown(what: str, got: object, known: Iterable[object]) -> ProgramError:
     return ProgramError(f"unknown {what} {got!r}; known: {', '.join(map(str, known))}")
 
 
-def out_of_range(where: str, name: str, limit: float, reached: float | None) -> OutOfRange:
+def out_of_range(where: str, name: str, limit: float, reached: float | None, noisy: bool) -> OutOfRange:
     size = "" if reached is None else f" (at {reached:.6g})"
+    way = _NO_NOISE if noisy else "arithmetic='float', with memory='checkpoint' if rg.check.gradients reports drift"
     return OutOfRange(
         f"the stream {name!r} left the range of exact arithmetic, ±{limit:.0f}{size}. Usually the net is diverging: lower the "
-        "learning rate, or put a norm at the start of fn. If such values are intended, scale the stream, or use "
-        "arithmetic='float', with memory='checkpoint' if rg.check.gradients reports drift",
+        f"learning rate, or put a norm at the start of fn. If such values are intended, scale the stream, or use {way}",
         where,
     )
 
 
-def input_out_of_range(name: str, limit: float) -> OutOfRange:
+def input_out_of_range(name: str, limit: float, noisy: bool) -> OutOfRange:
     return OutOfRange(
         f"the stream {name!r} was given with values beyond the range of exact arithmetic, ±{limit:.0f}. Scale the input, or use "
-        "arithmetic='float'"
+        + (_NO_NOISE if noisy else "arithmetic='float'")
     )
+
+
+_NO_NOISE = "bits=None, which trains without noise, and memory='checkpoint' or 'offload'"
 
 
 def too_deep(where: str, error: float) -> ProgramError:
@@ -52,10 +55,10 @@ def too_deep(where: str, error: float) -> ProgramError:
     )
 
 
-def small_values(name: str, size: float, unit: float) -> str:
+def small_values(name: str, size: float, unit: float, noisy: bool) -> str:
     return (
         f"no value of the stream {name!r} is above {size:.1e}, and exact arithmetic rounds to multiples of {unit:.1e}: "
-        "precision is lost. Scale the stream, or use arithmetic='float'"
+        "precision is lost. Scale the stream, or use " + (_NO_NOISE if noisy else "arithmetic='float'")
     )
 
 
