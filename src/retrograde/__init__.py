@@ -4,6 +4,7 @@ from . import check, wirings
 from ._compile.fns import compile_fns
 from ._engine.replay import replaying
 from ._engine.run import invert, run
+from .checkpoint import Checkpoint
 from .errors import (
     BudgetTooSmall,
     Edited,
@@ -34,6 +35,7 @@ __all__ = [
     "Anchor",
     "Budget",
     "BudgetTooSmall",
+    "Checkpoint",
     "Edited",
     "EditedInBackward",
     "Freed",

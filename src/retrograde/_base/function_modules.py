@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -70,6 +70,15 @@ class Arguments(nn.Module):
         return sources, side
 
 
+class OneCall:
+    """A function with the arguments of one call. `also`: what may have modules or generators among these."""
+
+    __slots__ = ("also", "fn")
+
+    def __init__(self, fn: Any, also: Sequence[Any] = ()):
+        self.fn, self.also = fn, also
+
+
 def has_hooks(block: nn.Module) -> bool:
     return bool(block._forward_pre_hooks or block._forward_hooks or block._backward_pre_hooks or block._backward_hooks)
 
@@ -94,6 +103,13 @@ def parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
+def called_by(fn: Any) -> Any:
+    """The module, where fn does nothing but call it, or run its forward; else fn."""
+    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, nn.Module):
+        return fn.__self__ if fn.__func__ in (nn.Module.__call__, type(fn.__self__).forward) else fn
+    return fn
+
+
 class Held:
     """What a function and its rule use besides their arguments: itself, or what is behind a method, a partial or a closure.
 
@@ -105,6 +121,10 @@ class Held:
     def __init__(self, fn: Any, rule: Any = None):
         self.roots: list[nn.Module] = []  # without what they are made of
         self.generators: list[torch.Generator] = []
+        if isinstance(fn, OneCall):
+            if fn.also:
+                _look_behind(fn.also, _DEEP, self)
+            fn = called_by(fn.fn)
         if isinstance(fn, nn.Module) and not (isinstance(fn, Around) and not isinstance(fn.fn, nn.Module)):
             self.roots.append(fn)
         else:
