@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from ._base.function_modules import OneCall, called_by
-from ._base.torch_private import tree_flatten, tree_unflatten
+from ._base.torch_private import tree_flatten, tree_leaves, tree_unflatten
+from ._base.tracing import at_trace_time
 from ._engine.replay import replaying
 from ._engine.run import run
 from ._engine.verify import Verify
@@ -88,6 +91,8 @@ class Checkpoint(Chosen):
         if context_fn is not checkpoint.noop_context_fn or determinism_check != "default" or not early_stop:
             _refuse(context_fn, determinism_check)
         if torch.compiler.is_dynamo_compiling() and self._memory != "store":  # the compiler knows torch's own
+            if self._memory != "checkpoint":
+                _nothing_moves()
             return checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
         if self._memory == "store" or not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return fn(*args, **kwargs)
@@ -95,10 +100,23 @@ class Checkpoint(Chosen):
         moved, kept = call.split()
         if not call.may_train([*moved, *kept]):
             return fn(*args, **kwargs)
-        program = Program([Update("out", call, "x", "rest" if kept else (), _RESULT)], (1,))
-        streams = {"x": moved[0] if len(moved) == 1 else moved, "out": _NOTHING}
-        side = {"rest": kept} if kept else None
-        return run(program, streams, side, memory=self._memory, arithmetic="float", verify=self._verify)["out"]
+        program = Program([Update("out", call, "args", {"rest": "other args"} if kept else (), _RESULT)], (1,), copies=False)
+        streams = {"args": moved[0] if len(moved) == 1 else moved, "out": _NOTHING}
+        side = {"other args": kept} if kept else None
+        out = run(program, streams, side, memory=self._memory, arithmetic="float", verify=self._verify)["out"]
+        if not isinstance(out, Tensor):
+            _refuse_hidden(out)
+        return out
+
+
+@at_trace_time
+def _nothing_moves() -> bool:
+    warnings.warn(
+        "inside a function that torch.compile compiles, rg.Checkpoint('offload') runs as 'checkpoint'. Compile what it calls "
+        "instead, for example each layer: `layer.compile()`",
+        stacklevel=2,
+    )
+    return True
 
 
 def _refuse(context_fn: Any, determinism_check: str) -> None:
@@ -109,6 +127,20 @@ def _refuse(context_fn: Any, determinism_check: str) -> None:
     else:
         why = "early_stop=False is not supported. Backward runs fn until it has all that it needs"
     raise ProgramError(f"rg.Checkpoint: {why}")
+
+
+def _refuse_hidden(out: Any) -> None:
+    """What is kept lives as long as what is returned. A tensor in an object that is no tree keeps nothing alive."""
+    leaves = tree_leaves(out)
+    if not any(isinstance(t, Tensor) and t.requires_grad for t in leaves):
+        for other in leaves:
+            inside = () if type(other) in _PLAIN else getattr(other, "__dict__", {}).values()
+            if any(isinstance(t, Tensor) and t.requires_grad for t in inside):
+                kind = type(other).__name__
+                raise ProgramError(
+                    f"fn returned a {kind}, and rg.Checkpoint does not see the tensors in it. Return them in a tuple or a dict, or "
+                    f"register the class: torch.utils._pytree.register_pytree_node({kind}, …)"
+                )
 
 
 class _Tree(NamedTuple):
@@ -162,7 +194,8 @@ class _Call(OneCall):
                 if found:
                     self.tensors.update((id(t), t) for t in leaves if isinstance(t, Tensor))
                     rest = [None if isinstance(t, Tensor) else t for t in leaves]
-                    self.trees.append(_Tree(at, rest, spec, found, type(value) is tuple and len(value) == len(leaves)))
+                    fixed = type(value) is tuple and len(value) == len(leaves) and all(map(is_, value, leaves))
+                    self.trees.append(_Tree(at, rest, spec, found, fixed))
                     self.values[at] = None
                 others += [other for other in leaves if not isinstance(other, Tensor) and type(other) not in _PLAIN]
         super().__init__(fn, others)
