@@ -108,7 +108,8 @@ def parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def called_by(fn: Any) -> Any:
     """The module, where fn does nothing but call it, or run its forward; else fn."""
     if isinstance(fn, types.MethodType) and isinstance(fn.__self__, nn.Module):
-        return fn.__self__ if fn.__func__ in (nn.Module.__call__, type(fn.__self__).forward) else fn
+        kind = type(fn.__self__)
+        return fn.__self__ if fn.__func__ in (nn.Module.__call__, kind.__call__, kind.forward) else fn
     return fn
 
 

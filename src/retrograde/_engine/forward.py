@@ -68,7 +68,7 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
             record.stale = [j for j, version in enumerate(versions) if version != record.meta[j][3]]
         early = run.keeps_sources and bool(live) and not record.stale and record.values is None
         if early and verification is not None:
-            saved = live.copy()
+            saved = [t.detach() for t in live]  # or they would keep graphs alive that are gone otherwise
     finally:
         live.clear()  # the graph holds on to the hook, and these hold on to the graph
         run.live = None
