@@ -5,6 +5,7 @@ from ._compile.fns import compile_fns
 from ._engine.replay import replaying
 from ._engine.run import invert, run
 from ._memory.offload import offload_release, offload_stats
+from .checkpoint import Checkpoint
 from .errors import (
     BudgetTooSmall,
     Edited,
@@ -36,6 +37,7 @@ __all__ = [
     "Anchor",
     "Budget",
     "BudgetTooSmall",
+    "Checkpoint",
     "Edited",
     "EditedInBackward",
     "Freed",

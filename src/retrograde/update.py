@@ -103,13 +103,14 @@ class Program:
     """A list of updates, checked once: what `run` makes of a plain list, and what modules keep.
 
     `blocks` is the number of updates in each block; if it is not given, a block is a run of updates that change no stream twice.
+    `copies`: whether small masks and ids among the side inputs are copied, so that the caller may edit them afterwards.
     """
 
-    def __init__(self, updates: Iterable[Update], blocks: tuple[int, ...] | None = None):
+    def __init__(self, updates: Iterable[Update], blocks: tuple[int, ...] | None = None, copies: bool = True):
         if isinstance(updates, (Update, nn.Module)):
             way_out = "Put it into a list" if isinstance(updates, Update) else "Call the module itself, or its inverse"
             raise ProgramError(f"a list of updates is needed, got {_short(updates)}. {way_out}")
-        self.updates = tuple(updates)
+        self.updates, self.copies = tuple(updates), copies
         for index, update in enumerate(self.updates):
             if not isinstance(update, Update):
                 raise ProgramError(f"update {index} is {_short(update)}, not an rg.Update")
@@ -184,5 +185,5 @@ class Program:
 
     def inverse(self) -> Program:
         if self.back is None:
-            self.back = Program((update.inverse() for update in reversed(self.updates)), self.blocks[::-1])
+            self.back = Program((update.inverse() for update in reversed(self.updates)), self.blocks[::-1], self.copies)
         return self.back

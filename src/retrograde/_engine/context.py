@@ -33,7 +33,7 @@ class Context:
         own = [t for name in program.names for t in tensors(streams[name])]
         flat: list[Any]
         flat, self.side_spec = tree_flatten(side) if side else ([], None)
-        copies = _copies(flat, sum(t.nbytes for t in own) // _SHARE)
+        copies = _copies(flat, sum(t.nbytes for t in own) // _SHARE) if program.copies else {}
         if copies:
             flat = [copies.get(id(t), t) for t in flat]
             side = tree_unflatten(flat, self.side_spec)  # type: ignore[arg-type]

@@ -72,15 +72,16 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
         record.meta = _shared(list(map(_look, live)), context.known)
         if versions != list(map(_at_end, record.meta)):
             record.stale = [j for j, version in enumerate(versions) if version != record.meta[j][3]]
-        if run.keeps_sources and not record.stale and record.values is None:
-            saved = [t.detach() for t in live]
+        early = run.keeps_sources and bool(live) and not record.stale and record.values is None
+        if early and verification is not None:
+            saved = [t.detach() for t in live]  # or they would keep graphs alive that are gone otherwise
     finally:
         live.clear()  # the graph holds on to the hook, and these hold on to the graph
         run.live = None
         use_lean(form)
     record.dead = dead(places)
     record.given = drawn if drawn is not None and drawn.kept else None
-    record.early = bool(saved) and not record.dead and record.given is None
+    record.early = early and not record.dead and record.given is None
     run.records.append(record)
     if run.keeps_sources:
         kept = dict(zip(update.sources, sources, strict=True))
