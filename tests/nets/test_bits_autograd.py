@@ -115,6 +115,23 @@ def test_bits_leave_as_the_net_runs():
     assert of_bits == ["first", "pack"] * 3 + ["again", "unpack"] * 3
 
 
+@pytest.mark.parametrize(("memory", "reversed_layers"), [(rg.Anchor(4), 6), (rg.StoreLast(2), 4), ("checkpoint", 0)])
+def test_bits_are_kept_once(memory, reversed_layers):
+    """And for the layers alone that are reversed."""
+    bytes_of = []
+
+    def pack(t):
+        bytes_of.append(t.nbytes if t.dtype is torch.uint8 else 0)
+        return t
+
+    net, x = rg.Sequential([nn.Tanh() for _ in range(6)], bits=2, memory=memory), draw()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = net(x)
+    assert sum(bytes_of) == reversed_layers * x.numel() // 4
+    assert sum(size > 0 for size in bytes_of) == reversed_layers
+    out.sum().backward()
+
+
 def test_a_budget_counts_the_bits():
     with pytest.raises(rg.BudgetTooSmall) as few:
         gradients(sequential(8, bits=1, memory=rg.Budget(100)), draw(64, WIDTH))
