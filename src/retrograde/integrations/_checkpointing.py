@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .._engine.verify import Verify
-from ..checkpoint import Checkpoint
 from ..errors import ProgramError
 from ..memory import Memory
+from ..ordinary.checkpoint import Checkpoint
 
 __all__ = ["checkpoint_"]
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from ._base.function_modules import OneCall, called_by
-from ._base.torch_private import tree_flatten, tree_leaves, tree_unflatten
-from ._base.tracing import at_trace_time
-from ._engine.replay import replaying
-from ._engine.run import run
-from ._engine.verify import Verify
-from .errors import ProgramError
-from .memory import Memory, Offload, check_memory
-from .modules import Chosen
-from .rules import Result
-from .update import Program, Update
+from .._base.function_modules import OneCall, called_by
+from .._base.torch_private import tree_flatten, tree_leaves, tree_unflatten
+from .._base.tracing import at_trace_time
+from .._engine.replay import replaying
+from .._engine.run import run
+from .._engine.verify import Verify
+from ..errors import ProgramError
+from ..memory import Memory, Offload, check_memory
+from ..modules import Chosen
+from ..rules import Result
+from ..update import Program, Update
 
 __all__ = ["Checkpoint"]
 
