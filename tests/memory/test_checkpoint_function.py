@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retrograde.bench.meter import LiveBytes
-from retrograde.ordinary import checkpoint
+from retrograde.ordinary import checkpoint as ours
 
 MEMORY = ["checkpoint"]
 
@@ -210,8 +210,8 @@ def test_a_tensor_that_is_given_twice_is_one():
 def calls_of(monkeypatch):
     """How often the engine runs something."""
     found = []
-    run = checkpoint.run
-    monkeypatch.setattr(checkpoint, "run", lambda *a, **k: found.append(1) or run(*a, **k))
+    run = ours.run
+    monkeypatch.setattr(ours, "run", lambda *a, **k: found.append(1) or run(*a, **k))
     return found
 
 
