@@ -1,10 +1,16 @@
 import gc
+import os
 from importlib.util import find_spec
 
 import pytest
 import torch
+from offload_support import LateLink
 
-torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits for the first
+from retrograde._memory import link, offload
+
+torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits for the first …
+os.environ["OMP_NUM_THREADS"] = "1"  # … and so in the processes that tests start
+link.MAKE["cpu"], offload.SMALL = LateLink, 0  # memory="offload" moves everything, as on a GPU
 
 # A machine with torch, numpy and pytest alone runs all other files, as those with a GPU may have no more.
 NEEDED = {

@@ -10,15 +10,18 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from offload_support import LateLink
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import retrograde as rg
+from retrograde._memory import link, offload
 from retrograde.compat import nuwa
 
 WIDTH, WORLD = 8, 2
+link.MAKE["cpu"], offload.SMALL = LateLink, 0
 
 
 def branch():
@@ -36,16 +39,30 @@ class WithContext(nn.Module):
         return self.body(x + self.mix(context))
 
 
-class Model(nn.Module):
-    """Embedding, reversible blocks, head; as a case wants it, with a context from an encoder, shared or unused weights."""
+class Layer(nn.Module):
+    """An ordinary residual layer."""
 
-    def __init__(self, context=False, shared=False, unused=False, drop_in=False):
+    def __init__(self, make):
+        super().__init__()
+        self.f, self.g = make(), make()
+
+    def forward(self, x, **side):
+        x = x + self.f(x, **side)
+        return x + self.g(x, **side)
+
+
+class Model(nn.Module):
+    """Embedding, blocks, head; as a case wants it, ordinary layers, with a context from an encoder, shared or unused weights."""
+
+    def __init__(self, context=False, shared=False, unused=False, drop_in=False, ordinary=False):
         super().__init__()
         make = WithContext if context else branch
         self.first = nn.Linear(WIDTH, WIDTH)
         self.encoder = nn.Linear(WIDTH, WIDTH) if context else None
         blocks = [(make(), make()) for _ in range(1 if shared else 3)] * (3 if shared else 1)
-        if drop_in:
+        if ordinary:
+            self.net = rg.Sequential([Layer(make) for _ in range(4)], memory="store")
+        elif drop_in:
             self.net = nuwa.ReversibleSequence(blocks, {"context": [(context, context)] * 3})
         else:
             self.net = rg.ReversibleSequence(blocks, route=(context, context))
@@ -145,7 +162,7 @@ def stepping_inside(rank, memory):
 
 def shard(model, where, policy):
     options = {"mesh": init_device_mesh("cpu", (WORLD,))} | ({} if policy is None else {"mp_policy": policy})
-    for block in model.net.blocks if where != "root" else ():
+    for block in getattr(model.net, "blocks", model.net) if where != "root" else ():
         if where == "fns":
             fully_shard(block.f, **options)
             fully_shard(block.g, **options)
@@ -154,6 +171,11 @@ def shard(model, where, policy):
         else:
             fully_shard(block, **options)
     return fully_shard(model, **options)
+
+
+def of_layers(memory):
+    """Ordinary layers cannot be undone."""
+    return rg.StoreLast(blocks=2) if memory == "reverse" else memory
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -177,13 +199,17 @@ CASES = {
     "fsdp, mixed precision": lambda r, m: sharded(r, m, "fns", policy=HALF, context=True),
     "ddp, the optimizer inside backward": stepping_inside,
     "fsdp, mixed precision, each block": lambda r, m: sharded(r, m, "blocks", policy=HALF),
+    "ddp, ordinary layers": lambda r, m: ddp(r, of_layers(m), context=True, ordinary=True),
+    "fsdp, ordinary layers": lambda r, m: sharded(r, of_layers(m), "blocks", context=True, ordinary=True),
+    "fsdp, mixed precision, ordinary layers": lambda r, m: sharded(r, of_layers(m), "blocks", policy=HALF, ordinary=True),
     "fsdp, mixed precision, root": lambda r, m: sharded(r, m, "root", policy=HALF),
 }
 POLICIES = {
     "reverse": "reverse",
     "checkpoint": "checkpoint",
+    "offload": "offload",
     "StoreLast(2)": rg.StoreLast(2),
-    "Budget": rg.Budget(6000),
+    "Budget": rg.Budget(8000),
 }
 
 

@@ -19,7 +19,7 @@ import retrograde as rg
 
 ROOT = Path(__file__).parents[1]  # of the repository
 REPLAYED: list[Any] = ["checkpoint", "reverse"]  # under these every fn runs twice
-POLICIES: list[Any] = [*REPLAYED, rg.StoreLast(2), rg.Budget(30_000), rg.Anchor(3), rg.ReverseAbove(0, dim=0)]
+POLICIES: list[Any] = [*REPLAYED, "offload", rg.StoreLast(2), rg.Budget(30_000), rg.Anchor(3), rg.ReverseAbove(0, dim=0)]
 WIDTH = 6
 
 

@@ -4,6 +4,7 @@ from . import check, wirings
 from ._compile.fns import compile_fns
 from ._engine.replay import replaying
 from ._engine.run import invert, run
+from ._memory.offload import offload_release, offload_stats
 from .checkpoint import Checkpoint
 from .errors import (
     BudgetTooSmall,
@@ -11,6 +12,7 @@ from .errors import (
     EditedInBackward,
     Freed,
     NotRepeated,
+    OffloadError,
     OutOfRange,
     ProgramError,
     ReplayError,
@@ -43,6 +45,7 @@ __all__ = [
     "Momentum",
     "NotRepeated",
     "Offload",
+    "OffloadError",
     "OutOfRange",
     "ProgramError",
     "ReplayError",
@@ -59,6 +62,8 @@ __all__ = [
     "compile_fns",
     "from_transformer",
     "invert",
+    "offload_release",
+    "offload_stats",
     "replaying",
     "run",
     "step_in_backward",

@@ -137,11 +137,21 @@ class Offload(Policy):
             object.__setattr__(self, "host", bytes_in(self.host, "rg.Offload takes a size:"))
         elif self.host is not None:
             _positive(self, "host", self.host, ', or a size like "64GiB"')
-        if not isinstance(self.keep_last, int) or isinstance(self.keep_last, bool) or self.keep_last < 0:
-            raise ProgramError(f"{self}: keep_last must be a whole number (an int), 0 or more")
+        _positive(self, "keep_last", self.keep_last)
 
     def plan(self, blocks: Sequence[int]) -> list[Stretch]:
         return [("offload", sum(blocks), self)]
+
+
+@dataclass(frozen=True)
+class Checkpointed(Policy):
+    """Another policy, with checkpoints where it reverses: what `rg.Sequential(bits=…)` runs under without noise."""
+
+    inner: Kind | Policy
+    needs_undo = False
+
+    def plan(self, blocks: Sequence[int]) -> list[Stretch]:
+        return [(self.inner, sum(blocks), None)] if isinstance(self.inner, str) else self.inner.plan(blocks)
 
 
 @dataclass(frozen=True)
@@ -200,8 +210,8 @@ def plan(memory: Memory, program: Program, streams: Mapping[str, Any]) -> list[S
     if program.one_way is not None and any(kind == "reverse" for kind, _, _ in stretches):
         if isinstance(found, str) or found.needs_undo:
             raise ProgramError(
-                f"memory={memory!r} undoes updates, and a layer x = layer(x) cannot be undone. Use memory='checkpoint', "
-                "'offload' or rg.Budget(…), or make the net reversible (docs/convert.md)",
+                f"memory={memory!r} undoes updates, and a layer x = layer(x) cannot be undone. Use rg.Sequential(…, bits=4), "
+                "which trains with a little noise that makes it reversible, or memory='checkpoint', 'offload' or rg.Budget(…)",
                 program.one_way,
             )
         stretches = [("checkpoint" if kind == "reverse" else kind, count, how) for kind, count, how in stretches]

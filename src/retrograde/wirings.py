@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._base.function_modules import Arguments, OfSum
+from ._base.function_modules import Arguments, OfSum, Twice
 from .errors import ProgramError
 from .rules import Add, Invertible, Momentum, Rule
 from .update import Update
 
-__all__ = ["cross", "dual", "groups", "invertible", "leapfrog", "momentum", "pair"]
+__all__ = ["cross", "dual", "groups", "invertible", "leapfrog", "midpoint", "momentum", "pair"]
 
 Fn = Callable[..., Any]
 
@@ -78,6 +78,14 @@ def leapfrog(fns: Sequence[Fn], *, streams: Sequence[str] = ("a", "b"), takes: A
     if isinstance(streams, str) or len(streams) < 2:
         raise ProgramError(f"streams must be two names or more, got {streams!r}")
     return [turn(i, fn, streams, takes) for i, fn in enumerate(fns)]
+
+
+def midpoint(fns: Sequence[Fn], *, streams: Sequence[str] = ("a", "b"), takes: Any = ()) -> list[Update]:
+    """The midpoint rule, from a flat list of functions: a += 2 f0(b); b += 2 f1(a); a += 2 f2(b); …
+
+    The streams are the last two states of x = x + f(x). The next state is the one before the last, plus twice f of the last.
+    """
+    return leapfrog([Twice(fn) for fn in fns], streams=_exactly(2, "streams", streams), takes=takes)
 
 
 def turn(index: int, fn: Fn, streams: Sequence[str], takes: Any = ()) -> Update:

@@ -21,7 +21,10 @@ class Branch(nn.Module):
     def forward(self, x, context=None):
         y = self.drop(self.linear(self.norm(x)).tanh() * self.table)
         y = y if context is None else y * context
-        return y if self.fault is None else self.fault(x, y, context)
+        if self.fault is None:
+            return y
+        y = self.fault(x, y, context)
+        return y.sin() if isinstance(y, torch.Tensor) and y.is_floating_point() else y  # saves a tensor: checkpoint stops here
 
 
 class Net(rg.Reversible):

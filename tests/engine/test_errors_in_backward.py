@@ -1,5 +1,7 @@
 """Errors in backward name the update, the cause and the way out, and the next step is right."""
 
+import contextlib
+
 import pytest
 import torch
 from errors_support import Net, assert_next_step_is_right, edit, refused
@@ -40,8 +42,15 @@ def test_changed_between_forward_and_backward(case, memory):
 @pytest.mark.parametrize("case", BY_VALUE)
 def test_changed_between_forward_and_backward_and_seen_by_value(case, memory):
     net = Net(memory)
+    torch.manual_seed(0)
     loss = net.loss()
     BY_VALUE[case](net.faulty)
+    if (case, memory) == ("a hook", "checkpoint"):  # it comes after all that is saved
+        loss.backward()
+        found = [p.grad for p in net.parameters()]
+        net.faulty._forward_hooks.clear()
+        assert_same(found, gradients(net.run, list(net.parameters()))[2:])
+        return
     with refused(rg.ReplayError, Net.NAME, *OTHER_VALUE, net=net):
         loss.backward()
     net.faulty._forward_hooks.clear()
@@ -95,7 +104,7 @@ class Writer(nn.Module):
             self.replaced = self.replaced + 1
         if self.fails():
             raise ValueError("planted")
-        return y
+        return y.sin()  # saves a tensor after it: checkpoint stops there
 
 
 @pytest.mark.parametrize("memory", REPLAYED)
@@ -166,10 +175,8 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "memory"),  # checkpoint undoes nothing, so what fn returns the second time is of no consequence
-    [(case, memory) for case in PATHS for memory in REPLAYED if (case, memory) != ("returns another shape", "checkpoint")],
-)
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("case", PATHS)
 def test_another_path_in_the_second_run(case, memory):
     fault, what = PATHS[case]
     net = Net(memory, fault=fault)
@@ -193,7 +200,9 @@ def test_draws_more_or_other_numbers_in_the_second_run(first, memory):
     updates = rg.wirings.leapfrog([mlp(), fn, mlp(), mlp()])
     loss = loss_of(rg.run(updates, {"a": draw(), "b": draw()}, memory=memory))
     state = torch.get_rng_state()
-    with refused(rg.ReplayError, "update 1: b += fn(a)", "random numbers", "Usual causes"):
+    words = OTHER_VALUE if memory == "checkpoint" else ("random numbers", "Usual causes")
+    harmless = memory == "checkpoint" and not first  # all is saved before it draws, and nothing more runs
+    with contextlib.nullcontext() if harmless else refused(rg.ReplayError, "update 1: b += fn(a)", *words):
         loss.backward()
     assert torch.equal(torch.get_rng_state(), state)
 

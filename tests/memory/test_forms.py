@@ -369,3 +369,27 @@ def test_threads_share_what_is_learned():
     for thread in threads:
         thread.join()
     assert not failed
+
+
+# -- offload -------------------------------------------------------------------------------------------------------------
+
+
+def test_under_offload_the_lean_form_runs_and_what_it_saves_moves():
+    """Nothing is run again; parameters stay where they are."""
+    net, x = rg.Sequential([Chain() for _ in range(5)]), draw(64, WIDTH)
+    wanted = [x, *net.parameters()]
+    true = gradients(lambda: net(x), wanted)
+    rg.compile_fns(net, backend="aot_eager")
+    net.memory, ran = "offload", []
+    for layer in net:
+        layer.register_forward_hook(lambda *_: ran.append(rg.replaying()))
+    before = rg.offload_stats().copied_out
+    assert_same(gradients(lambda: net(x), wanted), true)
+    assert ran == [False] * 5
+    moved = rg.offload_stats().copied_out - before
+    assert 4 * x.nbytes <= moved <= 12 * x.nbytes  # of each layer but the last the input, or little more
+    loss = loss_of(net(x))
+    with torch.no_grad():
+        net[2].last.weight.add_(1)
+    with pytest.raises(rg.NotRepeated, match=r"update 2: .*edited in place after the forward pass"):
+        loss.backward()

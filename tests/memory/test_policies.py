@@ -79,7 +79,7 @@ def test_refused(make):
 
 @pytest.mark.parametrize("memory", [rg.StoreLast, rg.Budget, "all", None, 3], ids=str)
 def test_not_a_policy(memory):
-    with pytest.raises(rg.ProgramError, match=r"unknown memory policy .*; known: store, checkpoint, reverse, rg"):
+    with pytest.raises(rg.ProgramError, match=r"unknown memory policy .*; known: store, checkpoint, offload, reverse, rg"):
         rg.ReversibleSequence([(mlp(), mlp())], memory=memory)
 
 
@@ -198,7 +198,7 @@ def test_functions_may_draw_before_and_after_a_stored_stretch(kind):
         ([("reverse", 7, None)], "covers 7 updates, and the program has 6"),
         (
             [("chekpoint", 6, None)],
-            "unknown kind of stretch in the plan of Planned: 'chekpoint'; known: store, checkpoint, reverse",
+            "unknown kind of stretch in the plan of Planned: 'chekpoint'; known: store, checkpoint, offload, reverse",
         ),
         ([("reverse", 7, None), ("store", -1, None)], "covers 7 + -1 updates"),
         ([("reverse", 6, "4GiB")], "the limit '4GiB' for 'reverse'. Only \"reverse\" may have one"),

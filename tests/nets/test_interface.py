@@ -362,11 +362,11 @@ def test_anchor_counts_blocks(case):
     program = make(lambda i: Logged(i, []))[0]
     net = program.program if isinstance(program, rg.Reversible) else program._program_for({})
     assert net.blocks == (size,) * 4
-    stretches = memory.plan(rg.Anchor(every_blocks=3), net.blocks, {"x": draw()})
+    stretches = memory.plan(rg.Anchor(every_blocks=3), net, {"x": draw()})
     assert [count for _, count, _ in stretches] == [3 * size, size]
     assert again(make, rg.Anchor(every_blocks=3)) == list(range(4 * size))
     for updates in (rg.Anchor(5), rg.Anchor(every=5)):
-        assert memory.plan(updates, (2, 2, 2), {}) == [("reverse", 5, None), ("reverse", 1, None)]
+        assert updates.plan((2, 2, 2)) == [("reverse", 5, None), ("reverse", 1, None)]
 
 
 def test_a_policy_of_your_own():

@@ -15,6 +15,7 @@ from .. import errors
 from .._base.pytrees import tensors
 from .._base.torch_private import version_of
 from .._memory.budget import Purse
+from .._memory.offload import Mover
 from ..update import Update
 from .call import Streams
 from .context import Context
@@ -58,10 +59,18 @@ class Record:
 class Run:
     """Some connected updates in one forward pass. Autograd's graph owns it; it owns nothing of the graph."""
 
-    def __init__(self, context: Context, keeps_sources: bool = False, purse: Purse | None = None, lean: bool = False):
+    def __init__(
+        self,
+        context: Context,
+        keeps_sources: bool = False,
+        purse: Purse | None = None,
+        lean: bool = False,
+        mover: Mover | None = None,
+    ):
         self.context = context
         self.keeps_sources = keeps_sources  # checkpoint: there is nothing to undo
         self.purse = purse
+        self.mover = mover
         self.lean = lean
         self.records: list[Record] = []
         self.live: list[Tensor] | None = None  # saved by the update that is in its first run
@@ -71,7 +80,7 @@ class Run:
         self.watched: list[tuple[str, weakref.ref[Tensor], int]] = []  # the vault's tensors, to name one that was edited
         self.walks: dict[int, Walk] = {}  # by graph task
         self.thread = threading.get_ident()
-        self.lowest = 0  # the first update that saved anything
+        self.lowest: int | None = None  # the first update that saved anything
         self.scattered = False  # over several devices, where the order of backward is not promised
 
     def metas(self) -> Iterable[Sequence[Any]]:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from .._base import tracing
 from .._base.function_modules import Held
 from .._base.lean import looks, two_forms, use_lean
 from .._base.pytrees import S, dense, each, tensors
-from .._base.torch_private import in_forward_mode, in_transform, outside_traces, under_hooks
+from .._base.torch_private import home_of, in_forward_mode, in_transform, outside_traces, pop_hooks, push_hooks, under_hooks
 from .._base.tracing import at_trace_time, named, whole_graph
 from .._exact.choose import Arithmetic, check_arithmetic, exact_streams, refuse_growth
 from .._exact.range import Ledger
 from .._exact.streams import Exact, carried, read
-from .._memory import budget
+from .._memory import budget, offload
 from .._memory.budget import Learned, Purse
 from ..update import Program, Update
 from .call import Streams, apply, call, fitting, observe, sources_of
@@ -221,6 +222,28 @@ def _checkpoint(program: Program, indices: range, state: Streams, side: Streams,
     return True
 
 
+def _offload(program: Program, indices: range, state: Streams, side: Streams, context: Context, how: Any) -> bool:
+    """As `_checkpoint`, and what is kept moves to the host. Functions in two forms keep what they save in the lean one."""
+    mover = offload.mover(how, program, {name: state[name] for name in program.names}, context.capturing or under_hooks())
+    starts = set(accumulate(program.blocks, initial=0))
+    for index in indices:
+        if mover is not None and index in starts:
+            mover.block()
+        update = program.updates[index]
+        if mover is None or not two_forms([update.fn]):
+            forward(Run(context, keeps_sources=True, mover=mover), index, update, state)
+            continue
+        own = [t for m in context.held[index].modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        before = use_lean(True)
+        push_hooks(*mover.saving({home_of(t) for t in (*own, *context.tensors)}, errors.at(index, update)))
+        try:
+            _store(program, range(index, index + 1), state, side, None, None)
+        finally:
+            pop_hooks()
+            use_lean(before)
+    return True
+
+
 def _walkable(program: Program, indices: range, state: Streams, context: Context, **how: Any) -> None:
     """Under hooks: a run for each set of connected streams."""
     runs: dict[str, Run] = {}
@@ -255,6 +278,7 @@ def _within(
     """
     wide = [sum(t.nbytes for t in value.made) for value in state.values() if isinstance(value, Exact)]
     room = 2 * max(wide, default=0)  # sums at work, of a stream that is carried exactly
+    room += sum(u.rule.loses * t.numel() // 8 for u in program.updates if u.rule.loses for t in tensors(state[u.target]))
     streams = [t for name in program.names for t in tensors(state[name])]
     forms = two_forms(update.fn for update in program.updates)
     if not forms and not isinstance(limit, str):  # nothing to learn
@@ -294,7 +318,7 @@ def _within(
     return learned.stored > 0
 
 
-_STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint}
+_STRETCH: dict[str, Any] = {"store": _store, "reverse": _reverse, "checkpoint": _checkpoint, "offload": _offload}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ the host without waiting for them, and compared when they have arrived: at the l
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import warnings
@@ -25,8 +24,9 @@ from torch import Tensor
 from .. import errors
 from .._base.cuda_graph import capturing
 from .._base.pytrees import tensors
-from .._base.torch_private import at_end_of_backward, graph_task, home_of, set_grad
-from .._exact.sketch import PROJECTIONS, SQUARES, TARGET, WIDTH, Table, squares, take, usable
+from .._base.torch_private import at_end_of_backward, graph_task, home_of
+from .._exact.samples import seen, sketchable
+from .._exact.sketch import PROJECTIONS, SQUARES, TARGET, WIDTH, Table, squares, take
 from ..rules import by_user
 
 Verify: TypeAlias = Literal["error", "warn", "off"]
@@ -34,9 +34,6 @@ NAMES: tuple[Verify, ...] = get_args(Verify)
 FLOOR = 300  # roundings of a stream: a difference smaller than so many is lost in the stream anyway
 SLACK = {True: 1e-6, False: 1.0}  # so much of what a rule of the user's has made counts with its target, which may start at zero
 DRIFT = {True: (1e-5, 1e-3), False: (1e-2, 5e-2)}  # where inputs drift, by whether streams are float64: warn from, raise from
-
-_MOST = 1 << 22  # elements of a saved tensor that are sketched
-_SOME = 16  # elements of each other saved tensor
 
 _LOCK = threading.Lock()
 _WAITING: list[_Case] = []
@@ -101,13 +98,13 @@ class Verification:
     def note_saved(self, record: Any, saved: Sequence[Tensor], others: Iterable[Tensor]) -> None:
         """The sketch of what fn has saved, where the recomputation stops before fn returns. The others are not made by fn."""
         foreign = {home_of(t) for t in others}
-        record.own = [j for j, t in enumerate(saved) if home_of(t) not in foreign and _sketchable(t)]
-        record.row = take(record.index, _seen(saved, record.own), self.first)
+        record.own = [j for j, t in enumerate(saved) if home_of(t) not in foreign and sketchable(t)]
+        record.row = take(record.index, seen(saved, record.own), self.first)
 
     def compare_saved(self, record: Any, saved: Sequence[Any]) -> None:
-        seen = _seen(saved, record.own)
-        row = take(record.index, seen, self.second)
-        self._compare(record.index, record.row, row, Limits(*_steady(seen), 0.0, "output"), seen, None)
+        found = seen(saved, record.own)
+        row = take(record.index, found, self.second)
+        self._compare(record.index, record.row, row, Limits(*_steady(found), 0.0, "output"), found, None)
 
     def compare(self, record: Any, row: list[float] | None, out: Any, target: Any, changed: Any) -> None:
         """The same of a recomputation, where `target` is what undo made of it."""
@@ -173,51 +170,6 @@ def _steady(out: Any) -> tuple[float, float]:
     eps = max((torch.finfo(t.dtype).eps for t in found), default=0.0)
     limit = max(1e-3, 4 * eps) if any(not t.is_cpu for t in found) else min(1e-3, math.sqrt(eps))
     return limit, limit
-
-
-def _sketchable(t: Tensor) -> bool:
-    """Not the seeds of attention without dropout, which nobody sets, nor the workspaces of RNNs."""
-    counts = not t.is_floating_point() and t.dtype is not torch.bool
-    return t.numel() > (2 if counts and not t.is_cpu else 0) and t.dtype is not torch.uint8 and not t.is_complex() and usable(t)
-
-
-def _seen(saved: Sequence[Tensor], own: Sequence[int]) -> list[Tensor]:
-    """The last tensor that fn has made and saved, of a large one every k-th row; and samples of the others, floats and integers.
-
-    All that fn computed in a chain is in the last one; the samples are for what runs beside it.
-    """
-    if not own:
-        return []
-    grad = torch.is_grad_enabled()
-    set_grad(False)  # quicker than to detach all of them
-    try:
-        last = saved[own[-1]].detach()
-        rows = last.reshape(-1, last.shape[-1]) if last.numel() > _MOST else last
-        kinds: tuple[list[Tensor], list[Tensor]] = [], []
-        for j in own[:-1]:
-            kinds[not saved[j].is_floating_point()].append(_sample(saved[j]))
-        return [rows[:: -(-last.numel() // _MOST)] if rows is not last else last, *(torch.cat(some) for some in kinds if some)]
-    finally:
-        set_grad(grad)
-
-
-def _sample(t: Tensor) -> Tensor:
-    """Some of its elements, along a diagonal of its longer dimensions."""
-    found = _diagonal(t.shape, t.stride())
-    return t.flatten()[:_SOME] if found is None else t.as_strided(*found, t.storage_offset())
-
-
-@functools.lru_cache(1024)
-def _diagonal(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int], tuple[int]] | None:
-    """Size and stride of that; None where no dimension is long, and elements are not dense."""
-    long = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size >= _SOME]
-    if long:
-        return (_SOME,), (sum(size // _SOME * stride for size, stride in long),)
-    count, dense = 1, True
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        dense = dense and (size == 1 or stride == count)
-        count *= size
-    return ((min(_SOME, count),), (max(1, count // _SOME),)) if dense else None
 
 
 def _leaves(row: list[float]) -> list[list[float]]:
