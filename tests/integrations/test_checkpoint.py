@@ -21,7 +21,7 @@ from retrograde.integrations.transformers import checkpoint_, reversible_
 from . import families, zoo
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
-MEMORY = ["checkpoint"]
+MEMORY = ["checkpoint", "offload"]
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_peft(order, tmp_path, layers_run):
     torch.manual_seed(0)
     plain = with_lora(copy.deepcopy(model))
     torch.manual_seed(0)
-    steps = [with_lora, lambda model: checkpoint_(model, MEMORY[0])]
+    steps = [with_lora, lambda model: checkpoint_(model, "offload")]
     lora = model
     for one in steps if order == "peft first" else reversed(steps):
         lora = one(lora)
@@ -143,9 +143,9 @@ def test_accelerate(order, layers_run):
     def prepared(model, ours):
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         if ours and order == "checkpoint_ first":
-            checkpoint_(model, MEMORY[0])
+            checkpoint_(model, "offload")
         made = accelerator.prepare(model)
-        return checkpoint_(made, MEMORY[0]) if ours and order == "Accelerate first" else made
+        return checkpoint_(made, "offload") if ours and order == "Accelerate first" else made
 
     true = step(prepared(copy.deepcopy(model), False), batch)
     found = step(prepared(model, True), batch)
@@ -165,7 +165,7 @@ def test_fsdp_and_ddp(inner, group, layers_run):
     """fully_shard on layers, and on modules in them, whose hooks must run to their end."""
     model, batch = families.made("llama")
     true = step(copy.deepcopy(model), batch)
-    sharded = checkpoint_(copy.deepcopy(model), MEMORY[0])
+    sharded = checkpoint_(copy.deepcopy(model), "offload")
     for layer in sharded.model.layers:
         if inner:
             fully_shard(layer.mlp, mesh=group)
@@ -173,7 +173,7 @@ def test_fsdp_and_ddp(inner, group, layers_run):
     fully_shard(sharded, mesh=group)
     found = step(sharded, batch)
     assert_same({name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}, true)
-    parallel = torch.nn.parallel.DistributedDataParallel(checkpoint_(model, MEMORY[0]))
+    parallel = torch.nn.parallel.DistributedDataParallel(checkpoint_(model, "offload"))
     assert_same({name.removeprefix("module."): value for name, value in step(parallel, batch).items()}, true)
     assert len(layers_run) == 6
 
@@ -181,7 +181,7 @@ def test_fsdp_and_ddp(inner, group, layers_run):
 def test_switched_off_and_on_again(layers_run):
     model, batch = families.made("t5")
     true = step(copy.deepcopy(model), batch)
-    checkpoint_(model, MEMORY[0])
+    checkpoint_(model, "offload")
     model.gradient_checkpointing_disable()
     assert_same(step(model, batch), true)
     assert layers_run == []
@@ -254,7 +254,7 @@ def test_a_cache_is_dropped_in_training():
     model, batch = families.made("llama")
     cache = hf.DynamicCache(config=model.config)
     true = step(copy.deepcopy(model), batch)
-    assert_same(step(checkpoint_(model, MEMORY[0]), {**batch, "use_cache": True, "past_key_values": cache}), true)
+    assert_same(step(checkpoint_(model, "offload"), {**batch, "use_cache": True, "past_key_values": cache}), true)
     assert cache.get_seq_length() == 0
 
 
@@ -294,6 +294,20 @@ def test_a_layer_keeps_its_input_alone(name):
     assert held(8, None) - held(4, None) > 40 * size  # the meter would have seen it
 
 
+@pytest.mark.parametrize(("name", "moved"), [("llama", 2), ("bart", 4)])
+def test_what_moves(name, moved):
+    """The inputs of all layers but the last, and what all layers of a decoder read once: no masks, no position embeddings."""
+    model, batch = families.made(name)
+    checkpoint_(model, "offload")
+    before = rg.offload_stats()
+    step(model, batch)
+    after = rg.offload_stats()
+    size = 2 * zoo.LENGTH * zoo.WIDTH * 8
+    assert after.copied_out - before.copied_out == moved * size
+    assert after.copied_back > before.copied_back
+    assert after.used == before.used
+
+
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
@@ -313,7 +327,7 @@ def test_compile(what):
         return lambda *given: runs.append(linear[-1]) or graph(*given)
 
     torch.compiler.reset()
-    checkpoint_(model, MEMORY[0])
+    checkpoint_(model, "offload")
     if what == "each layer":
         for layer in model.model.layers:
             layer.compile(backend=backend)
@@ -332,7 +346,7 @@ def test_compile(what):
 def test_save_and_load(tmp_path):
     """By plain transformers: nothing of ours is in what is saved."""
     plain, batch = families.made("llama")
-    model = checkpoint_(copy.deepcopy(plain), MEMORY[0])
+    model = checkpoint_(copy.deepcopy(plain), "offload")
     assert list(model.state_dict()) == list(plain.state_dict())
     model.save_pretrained(tmp_path)
     plain.save_pretrained(tmp_path / "plain")
@@ -345,7 +359,7 @@ def test_save_and_load(tmp_path):
 def test_copies_and_pickles(layers_run):
     """They have the function of their own, also where it is switched off and on again."""
     model, batch = families.made("llama")
-    checkpoint_(model, MEMORY[0])
+    checkpoint_(model, "offload")
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -360,13 +374,13 @@ def test_copies_and_pickles(layers_run):
 
 def test_errors_name_the_layer():
     model, batch = families.made("llama")
-    checkpoint_(model, MEMORY[0])
+    checkpoint_(model, "offload")
     mlp, count = model.model.layers[1].mlp, itertools.count(1)
     inner = mlp.forward
     mlp.forward = lambda x: inner(x * next(count))
     with pytest.raises(rg.NotRepeated, match=r"update 0: out = model.layers.1\(args\): when backward ran fn again"):
         step(model, batch)
-    checkpoint_(model, MEMORY[0], verify="off")
+    checkpoint_(model, "offload", verify="off")
     step(model, batch)
 
 
@@ -384,4 +398,4 @@ def test_clear_errors():
     with pytest.raises(rg.ProgramError, match="a reversible model keeps no activations to checkpoint"):
         checkpoint_(reversible_(zoo.made(zoo.llama)))
     with pytest.raises(rg.ProgramError, match="gradient checkpointing is on"):
-        reversible_(checkpoint_(model, MEMORY[0]))
+        reversible_(checkpoint_(model, "offload"))

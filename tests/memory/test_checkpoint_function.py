@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retrograde.bench.meter import LiveBytes
 
-MEMORY = ["checkpoint"]
+MEMORY = ["checkpoint", "offload"]
 
 
 def gradients(make, wanted):
