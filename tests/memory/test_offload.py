@@ -197,6 +197,45 @@ def test_a_copy_that_does_not_wait_is_found(lanes, forgets, monkeypatch):
         assert_same(gradients(lambda: net(x), wanted), true)
 
 
+def test_what_came_back_for_another_stream_is_not_used(lanes, monkeypatch):
+    """Its memory is of that stream, which may use it again before this one is done."""
+    where, memory = ["first"], {}
+
+    def back(self, buffer, target, after):
+        memory[target.untyped_storage().data_ptr()] = where[0]
+        return LateLink.out(self, buffer, target, after)
+
+    def view(self, storage):
+        assert memory.get(storage.data_ptr(), where[0]) == where[0]
+        return whole(self, storage)
+
+    whole = lane.Kept.view
+    monkeypatch.setattr(LateLink, "here", lambda self: where[0])
+    monkeypatch.setattr(LateLink, "back", back)
+    monkeypatch.setattr(lane.Kept, "view", view)
+    net, other, x = rg.Sequential(layers()), rg.Sequential(layers()), draw(*SHAPE)
+    wanted = [x, *net.parameters(), *other.parameters()]
+    true = gradients(lambda: other(net(x)), wanted)
+    net.memory = other.memory = "offload"
+
+    class Switch(torch.autograd.Function):
+        """As autograd runs each node of the backward pass on the stream of its forward pass."""
+
+        @staticmethod
+        def forward(ctx, t):
+            where[0] = "second"
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            where[0] = "first"
+            return grad
+
+    assert_same(gradients(lambda: other(Switch.apply(net(x))), wanted), true)
+    assert where == ["first"]
+    assert given_back(lanes)
+
+
 def test_a_device_tensor_stays_until_its_copy_is_done(lanes, monkeypatch):
     """The stream waits for the copy before the memory is let go."""
     waits = []
