@@ -430,8 +430,51 @@ def test_no_pinned_memory(lanes, monkeypatch):
     assert given_back(lanes)
 
 
+def test_pinned_memory_is_pages_of_its_own(monkeypatch):
+    """From the first byte of the storage, where torch looks whether a tensor is pinned."""
+    registered = {}
+
+    class Runtime:
+        def cudaHostRegister(self, start, size, flags):
+            registered[start] = size
+            return 0
+
+        def cudaHostUnregister(self, start):
+            del registered[start]
+            return 0
+
+    monkeypatch.setattr(pinned, "_runtime", Runtime)
+    pages = [pinned.pin(size) for size in (4096, 3 * 4096, 1 << 20)]
+    assert registered == {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in pages}
+    assert all(start % 4096 == 0 for start in registered)
+    for t in pages:
+        t.fill_(7)
+        pinned.unpin(t)
+    assert not registered
+
+
 def test_available_memory_of_this_machine():
     assert pinned.available() is None or pinned.available() > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"), [("max", 64 << 20), ("1000000", 1_000_000 - 700_000 + 300_000), ("9223372036854771712", 64 << 20)]
+)
+def test_available_memory_of_a_container(tmp_path, monkeypatch, limit, left):
+    """Less than the machine has. The pages of files count as used there, and can be had."""
+    for name, text in {
+        "meminfo": "MemTotal: 99999 kB\nMemAvailable:  65536 kB\n",
+        "memory.max": limit,
+        "memory.current": "700000\n",
+        "memory.stat": "anon 350000\nfile 350000\nactive_file 100000\ninactive_file 200000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(pinned, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(pinned, "_CONTAINERS", ((tmp_path, "memory.max", "memory.current"), (tmp_path / "v1", "most", "used")))
+    assert pinned.available() == left
+    monkeypatch.setattr(pinned, "_MEMINFO", tmp_path / "none")
+    (tmp_path / "memory.stat").unlink()
+    assert pinned.available() is None
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "much", "3 GiBs"])
