@@ -5,7 +5,6 @@ from ._compile.fns import compile_fns
 from ._engine.replay import replaying
 from ._engine.run import invert, run
 from ._memory.offload import offload_release, offload_stats
-from .checkpoint import Checkpoint
 from .errors import (
     BudgetTooSmall,
     Edited,
@@ -19,10 +18,11 @@ from .errors import (
     RetrogradeError,
     TrainingError,
 )
-from .layers import Sequential
 from .memory import Anchor, Budget, Offload, ReverseAbove, StoreLast
 from .modules import Reversible
 from .optimizer import step_in_backward
+from .ordinary.checkpoint import Checkpoint
+from .ordinary.sequential import Sequential
 from .rules import Add, Affine, Invertible, Momentum, Rule
 from .sequence import ReversibleSequence
 from .transformer import from_transformer

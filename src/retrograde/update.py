@@ -76,11 +76,17 @@ class Update:
                 f"{self}: the target {self.target!r} is among the sources, so the update cannot be undone. "
                 "Read another stream, or split this one in two"
             )
-        takes = self.takes
-        if takes is not ALL:
-            names = (takes,) if isinstance(takes, str) else takes
-            takes = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
-        object.__setattr__(self, "takes", takes)
+        object.__setattr__(self, "takes", self.takes if self.takes is ALL else self._by_keyword())
+
+    def _by_keyword(self) -> dict[str, str]:
+        """The names of the side inputs that fn gets, by the keywords under which it gets them."""
+        takes: Any = [self.takes] if isinstance(self.takes, str) or not isinstance(self.takes, Iterable) else self.takes
+        pairs = [*takes.items()] if isinstance(takes, Mapping) else [(name, name) for name in takes]
+        for _, name in pairs:
+            if not isinstance(name, str):
+                way_out = "Give what this one function takes: names, {its keyword: name} or rg.ALL"
+                raise ProgramError(f"{self}: takes holds {_short(name)} instead of the name of a side input. {way_out}")
+        return dict(pairs)
 
     def __repr__(self) -> str:
         name = getattr(self.fn, "__name__", type(self.fn).__name__)

@@ -36,13 +36,7 @@ def pair(
 
 
 def dual(
-    f: Fn,
-    g: Fn,
-    j: Fn,
-    k: Fn,
-    *,
-    streams: Sequence[str] = ("x1", "x2", "m1", "m2"),
-    takes: Sequence[Any] = ((), (), (), ()),
+    f: Fn, g: Fn, j: Fn, k: Fn, *, streams: Sequence[str] = ("x1", "x2", "m1", "m2"), takes: Sequence[Any] = ((), (), (), ())
 ) -> list[Update]:
     """Two pairs side by side: x1 += f(x2); x2 += g(x1); m1 += j(m2); m2 += k(m1)."""
     x1, x2, m1, m2 = _exactly(4, "streams", streams)
@@ -51,15 +45,9 @@ def dual(
 
 
 def cross(
-    f: Fn,
-    g: Fn,
-    j: Fn,
-    k: Fn,
-    *,
-    streams: Sequence[str] = ("x1", "x2", "m1", "m2"),
-    takes: Sequence[Any] = ((), (), (), ()),
+    f: Fn, g: Fn, j: Fn, k: Fn, *, streams: Sequence[str] = ("x1", "x2", "m1", "m2"), takes: Sequence[Any] = ((), (), (), ())
 ) -> list[Update]:
-    """Two pairs that look at each other: x1 += f(x2, m2); x2 += k(x1); m1 += j(m2, x2); m2 += g(m1)."""
+    """Two pairs that read each other: x1 += f(x2, m2); x2 += k(x1); m1 += j(m2, x2); m2 += g(m1)."""
     x1, x2, m1, m2 = _exactly(4, "streams", streams)
     to_f, to_g, to_j, to_k = _exactly(4, "takes", takes)
     return [

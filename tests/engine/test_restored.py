@@ -420,3 +420,27 @@ def test_infinite_at_masked_positions(arithmetic, value, verify, memory):
         return torch.autograd.grad(loss, list(net.parameters()))
 
     assert_same(step(memory), step("store"))
+
+
+class ScaledAndMasked(Masked):
+    def forward(self, x):
+        return 0.3 * torch.where(x.isfinite(), x, 0.0).tanh(), super().forward(x)
+
+
+RULES = {"affine": (rg.Affine(), ScaledAndMasked), "momentum": (rg.Momentum(0.9), Masked)}
+
+
+@every_policy
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+@pytest.mark.parametrize("rule", RULES)
+def test_infinite_at_masked_positions_under_other_rules(rule, value, memory):
+    def step(memory):
+        torch.manual_seed(0)
+        kind, fn = RULES[rule]
+        updates = [rg.Update("ab"[i % 2], fn(value), "ba"[i % 2], rule=kind) for i in range(4)]
+        wanted = [p for update in updates for p in update.fn.parameters()]
+        out = rg.run(updates, streams(), memory=memory)
+        loss = sum(torch.where(t.isfinite(), t, 0.0).square().sum() for t in out.values())
+        return torch.autograd.grad(loss, wanted)
+
+    assert_same(step(memory), step("store"))

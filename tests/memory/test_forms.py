@@ -383,11 +383,13 @@ def test_under_offload_the_lean_form_runs_and_what_it_saves_moves():
     net.memory, ran = "offload", []
     for layer in net:
         layer.register_forward_hook(lambda *_: ran.append(rg.replaying()))
-    before = rg.offload_stats().copied_out
+    before = rg.offload_stats()
     assert_same(gradients(lambda: net(x), wanted), true)
     assert ran == [False] * 5
-    moved = rg.offload_stats().copied_out - before
+    after = rg.offload_stats()
+    moved = after.copied_out - before.copied_out
     assert 4 * x.nbytes <= moved <= 12 * x.nbytes  # of each layer but the last the input, or little more
+    assert after.copied_back - before.copied_back <= moved, "something came back twice"
     loss = loss_of(net(x))
     with torch.no_grad():
         net[2].last.weight.add_(1)

@@ -197,6 +197,45 @@ def test_a_copy_that_does_not_wait_is_found(lanes, forgets, monkeypatch):
         assert_same(gradients(lambda: net(x), wanted), true)
 
 
+def test_what_came_back_for_another_stream_is_not_used(lanes, monkeypatch):
+    """Its memory is of that stream, which may use it again before this one is done."""
+    where, memory = ["first"], {}
+
+    def back(self, buffer, target, after):
+        memory[target.untyped_storage().data_ptr()] = where[0]
+        return LateLink.out(self, buffer, target, after)
+
+    def view(self, storage):
+        assert memory.get(storage.data_ptr(), where[0]) == where[0]
+        return whole(self, storage)
+
+    whole = lane.Kept.view
+    monkeypatch.setattr(LateLink, "here", lambda self: where[0])
+    monkeypatch.setattr(LateLink, "back", back)
+    monkeypatch.setattr(lane.Kept, "view", view)
+    net, other, x = rg.Sequential(layers()), rg.Sequential(layers()), draw(*SHAPE)
+    wanted = [x, *net.parameters(), *other.parameters()]
+    true = gradients(lambda: other(net(x)), wanted)
+    net.memory = other.memory = "offload"
+
+    class Switch(torch.autograd.Function):
+        """As autograd runs each node of the backward pass on the stream of its forward pass."""
+
+        @staticmethod
+        def forward(ctx, t):
+            where[0] = "second"
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            where[0] = "first"
+            return grad
+
+    assert_same(gradients(lambda: other(Switch.apply(net(x))), wanted), true)
+    assert where == ["first"]
+    assert given_back(lanes)
+
+
 def test_a_device_tensor_stays_until_its_copy_is_done(lanes, monkeypatch):
     """The stream waits for the copy before the memory is let go."""
     waits = []
@@ -391,8 +430,51 @@ def test_no_pinned_memory(lanes, monkeypatch):
     assert given_back(lanes)
 
 
+def test_pinned_memory_is_pages_of_its_own(monkeypatch):
+    """From the first byte of the storage, where torch looks whether a tensor is pinned."""
+    registered = {}
+
+    class Runtime:
+        def cudaHostRegister(self, start, size, flags):
+            registered[start] = size
+            return 0
+
+        def cudaHostUnregister(self, start):
+            del registered[start]
+            return 0
+
+    monkeypatch.setattr(pinned, "_runtime", Runtime)
+    pages = [pinned.pin(size) for size in (4096, 3 * 4096, 1 << 20)]
+    assert registered == {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in pages}
+    assert all(start % 4096 == 0 for start in registered)
+    for t in pages:
+        t.fill_(7)
+        pinned.unpin(t)
+    assert not registered
+
+
 def test_available_memory_of_this_machine():
     assert pinned.available() is None or pinned.available() > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"), [("max", 64 << 20), ("1000000", 1_000_000 - 700_000 + 300_000), ("9223372036854771712", 64 << 20)]
+)
+def test_available_memory_of_a_container(tmp_path, monkeypatch, limit, left):
+    """Less than the machine has. The pages of files count as used there, and can be had."""
+    for name, text in {
+        "meminfo": "MemTotal: 99999 kB\nMemAvailable:  65536 kB\n",
+        "memory.max": limit,
+        "memory.current": "700000\n",
+        "memory.stat": "anon 350000\nfile 350000\nactive_file 100000\ninactive_file 200000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(pinned, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(pinned, "_CONTAINERS", ((tmp_path, "memory.max", "memory.current"), (tmp_path / "v1", "most", "used")))
+    assert pinned.available() == left
+    monkeypatch.setattr(pinned, "_MEMINFO", tmp_path / "none")
+    (tmp_path / "memory.stat").unlink()
+    assert pinned.available() is None
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "much", "3 GiBs"])

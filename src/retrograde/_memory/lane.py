@@ -33,8 +33,8 @@ class Moved:
     """A storage that some updates keep: on the device, on its way to the host, there, or back."""
 
     __slots__ = (
-        "__weakref__", "asked", "back", "buffer", "count", "edited", "lane", "made", "owner", "previous", "size", "stream",
-        "tensor", "version",
+        "__weakref__", "asked", "back", "buffer", "count", "edited", "given", "lane", "made", "owner", "previous", "size",
+        "stream", "tensor", "version",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, t: Tensor, owner: object):
@@ -46,6 +46,7 @@ class Moved:
         self.buffer: Buffer | None = None
         self.back: tuple[Tensor, Any, Any] | None = None  # on the device again: the bytes, the event of the copy, the stream
         self.count = self.asked = 0  # how many hold it, and how many of them have asked since it came back
+        self.given = -1  # the backward pass in which all had asked: it is not brought again unasked
         self.previous = lane.latest  # what was kept before: backward asks for it next
 
     def drop(self) -> None:
@@ -175,25 +176,28 @@ class Lane:
             if moved.tensor is not None:
                 found = kept.view(moved.tensor.untyped_storage())
             else:
+                if moved.back is not None and moved.back[2] != self.link.here():
+                    moved.drop()  # memory of another stream, which may use it again before this one is done
                 target, event, _ = moved.back or self._load(moved)
                 self.link.wait(event, {self.link.here()})
                 found = kept.view(target.untyped_storage())
                 moved.asked += 1
                 if moved.asked >= moved.count:
-                    moved.back, moved.asked = None, 0
+                    moved.back, moved.asked, moved.given = None, 0, graph_task()
             if graph_task() >= 0:
                 self._prefetch(moved)
             return found
 
     def _prefetch(self, moved: Moved) -> None:
-        for _ in range(_FAR):
-            before = moved.previous and moved.previous()
-            if before is None:
-                return
+        far = 0
+        while far < _FAR and (before := moved.previous and moved.previous()) is not None:
             moved = before
+            if moved.given == graph_task():
+                continue  # kept by the same node, which asks in the order of the forward pass
             if moved.tensor is None and moved.back is None:
                 self._load(moved)
                 return
+            far += 1
 
     def _load(self, moved: Moved) -> tuple[Tensor, Any, Any]:
         """Start the copy back, into memory of the stream that asks."""

@@ -59,7 +59,7 @@ class Mover:
             raise host_too_small(most, least)
         if most is None:
             more = sum(sizes[name] for name, _ in seen) - sum(lane.pool.room() for lane in self.lanes.values())
-            if (left := available()) is not None and more > left:
+            if more > 0 and (left := available()) is not None and more > left:
                 raise no_host_memory(more, left)
 
     def pack(self, t: Tensor, what: str) -> Tensor | Kept:

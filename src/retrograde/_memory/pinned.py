@@ -7,11 +7,13 @@ powers of two; here a buffer has the size that was asked for, up to whole pages.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,12 @@ from torch import Tensor
 
 from ..errors import no_host_memory, no_pinned_memory
 
-PAGE = 4096
+PAGE = mmap.PAGESIZE
+_MEMINFO = "/proc/meminfo"  # of the machine
+_CONTAINERS = (  # what may be taken, and what is: of the container, in the two ways of Linux
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 _size = attrgetter("size")
 
 
@@ -105,17 +112,24 @@ class Pool:
 
 
 def available() -> int | None:
-    """How much host memory new buffers may take, as far as the system says: Linux counts what it could free at once."""
-    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return None
+    """How much host memory new buffers may take, as far as the system says. What holds files that were read can be freed."""
+    found = []
+    with contextlib.suppress(OSError, StopIteration), open(_MEMINFO, encoding="ascii") as lines:
+        found.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")))
+    for folder, most, used in _CONTAINERS:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or it has no limit
+            limit, taken = (int(Path(folder, name).read_text()) for name in (most, used))
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            found.append(limit - taken + int(stat["active_file"]) + int(stat["inactive_file"]))
+    return min(found, default=None)
 
 
 def pin(size: int) -> Tensor:
-    """Host memory of whole pages that CUDA has pinned where it is."""
-    plain = torch.empty(size + PAGE, dtype=torch.uint8, device="cpu")
-    start = -plain.data_ptr() % PAGE
-    pages = plain[start : start + size]
+    """Pages that CUDA has pinned: a shared mapping of their own, so that a process that forks copies none of them."""
+    try:
+        pages = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    except OSError as error:
+        raise no_pinned_memory(size) from error
     if int(_runtime().cudaHostRegister(pages.data_ptr(), size, 1)):
         with contextlib.suppress(RuntimeError, AssertionError):
             torch.zeros(1, device="cuda")  # CUDA remembers the error, and would report it here

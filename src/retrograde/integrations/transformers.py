@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers as reversible nets, in place: `reversible_(model)`."""
+"""Models of Hugging Face transformers, in place: as reversible nets (`reversible_`), or checkpointed (`checkpoint_`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import nn
 from .._exact.choose import Arithmetic
 from ..errors import ProgramError
 from ..memory import Memory
+from ._checkpointing import checkpoint_
 from ._families import stack_in
 from ._stack import Calls, Stack
 from .retrofit import Retrofit
 
-__all__ = ["Retrofit", "reversible_"]
+__all__ = ["Retrofit", "checkpoint_", "reversible_"]
 
 _log = logging.getLogger("retrograde")
 Model = TypeVar("Model", bound=nn.Module)

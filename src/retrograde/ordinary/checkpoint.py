@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from ._base.function_modules import OneCall, called_by
-from ._base.torch_private import tree_flatten, tree_leaves, tree_unflatten
-from ._base.tracing import at_trace_time
-from ._engine.replay import replaying
-from ._engine.run import run
-from ._engine.verify import Verify
-from .errors import ProgramError
-from .memory import Memory, Offload, check_memory
-from .modules import Chosen
-from .rules import Result
-from .update import Program, Update
+from .._base.function_modules import OneCall, called_by
+from .._base.torch_private import tree_flatten, tree_leaves, tree_unflatten
+from .._base.tracing import at_trace_time
+from .._engine.replay import replaying
+from .._engine.run import run
+from .._engine.verify import Verify
+from ..errors import ProgramError
+from ..memory import Memory, Offload, check_memory
+from ..modules import Chosen
+from ..rules import Result
+from ..update import Program, Update
 
 __all__ = ["Checkpoint"]
 
@@ -123,9 +123,7 @@ def _refuse(context_fn: Any, determinism_check: str) -> None:
     if context_fn is not checkpoint.noop_context_fn:
         why = "context_fn is not supported. Enter the context inside fn; rg.replaying() tells the two runs apart"
     elif determinism_check != "default":
-        why = (
-            f"determinism_check={determinism_check!r} is not supported. What is checked is said once: rg.Checkpoint(…, verify=…)"
-        )
+        why = f"determinism_check={determinism_check!r} is not supported. Say what is checked once: rg.Checkpoint(…, verify=…)"
     else:
         why = "early_stop=False is not supported. Backward runs fn until it has all that it needs"
     raise ProgramError(f"rg.Checkpoint: {why}")
@@ -140,8 +138,8 @@ def _refuse_hidden(out: Any) -> None:
             if any(isinstance(t, Tensor) and t.requires_grad for t in inside):
                 kind = type(other).__name__
                 raise ProgramError(
-                    f"fn returned a {kind}, and rg.Checkpoint does not see the tensors in it. Return them in a tuple or a dict, or "
-                    f"register the class: torch.utils._pytree.register_pytree_node({kind}, …)"
+                    f"fn returned a {kind}, and rg.Checkpoint does not see the tensors in it. Return them in a tuple or a dict, "
+                    f"or register the class: torch.utils._pytree.register_pytree_node({kind}, …)"
                 )
 
 

@@ -8,19 +8,19 @@ from typing import Any, TypeAlias, overload
 import torch
 from torch import nn
 
-from ._base.function_modules import Noised, named_modules
-from ._base.pytrees import S, tensors
-from ._base.routes import refuse_misrouted
-from ._base.torch_private import outside_traces
-from ._base.tracing import refuse, whole_graph
-from ._engine.run import run
-from ._engine.verify import Verify
-from ._exact.noise import new_seed
-from .errors import ProgramError
-from .memory import Checkpointed, Memory, settled
-from .modules import Net
-from .rules import Noisy, Replace
-from .update import ALL, Program, Update
+from .._base.function_modules import Noised, named_modules
+from .._base.pytrees import S, tensors
+from .._base.routes import refuse_misrouted
+from .._base.torch_private import outside_traces
+from .._base.tracing import refuse, whole_graph
+from .._engine.run import run
+from .._engine.verify import Verify
+from .._exact.noise import new_seed
+from ..errors import ProgramError
+from ..memory import Checkpointed, Memory, settled
+from ..modules import Net
+from ..rules import Noisy, Replace
+from ..update import ALL, Program, Update
 
 __all__ = ["Sequential"]
 
