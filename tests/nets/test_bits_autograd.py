@@ -359,6 +359,17 @@ def test_hidden_state_is_reported():
         gradients(rg.Sequential(layers, bits=4, memory="reverse"), draw())
 
 
+def test_checks():
+    x = torch.randn(4, WIDTH)
+    net = sequential(4, bits=4, memory="reverse")
+    assert rg.check.gradients(net, x).ok
+    assert rg.check.drift(net, x).gradient_error == 0
+    net = rg.Sequential([Layer(), Counts(), Layer()], bits=4, memory="reverse")
+    found = rg.check.gradients(net, x)
+    assert not found.ok
+    assert "Counts" in str(found)
+
+
 @pytest.mark.parametrize("setting", ["float32", "bfloat16"])
 def test_sound_nets_are_silent(setting):
     """Exact: sketches are equal, so even the tightest limits hold. Warnings are errors here."""
