@@ -41,9 +41,9 @@ class Sequential(Net, nn.Sequential):
       "offload" moves these inputs to host memory as well, "store" is ordinary autograd. Or a policy: `rg.Offload(…)`,
       `rg.StoreLast(blocks=k)`, `rg.Budget("4GiB")`. "reverse" needs `bits`.
     - `bits`: 1 to 8 adds a little noise in training, which makes the layers reversible: instead of its input each layer keeps so
-      many bits of each element, and the noise is about 2^-bits of what a layer changes. 4 is a good start; fewer bits are less memory
-      and more noise. The noise follows `training` of this container, as dropout does. In `eval()` there is none, so the net is
-      the layers exactly, and what "reverse" would undo is checkpointed instead. None, the default, is no noise.
+      many bits of each element. The noise is about 2^-bits of what a layer changes; 4 is a good start. It follows `training` of
+      this container, as dropout does. In `eval()` there is none, so the net is the layers exactly, and what "reverse" would undo
+      is checkpointed instead. None, the default, is no noise.
     - `route`: which layers get which side inputs (keyword arguments of a call). By default all layers get all of them.
       `{"mask": True, "positions": [True, False, …]}` names them: for all layers, or one bool for each.
     - `verify`: what happens if a layer returns something else when backward runs it again: "error", "warn" or "off".
