@@ -53,7 +53,6 @@ def replaced(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, not
 def recovered(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, kept: Tensor) -> list[Tensor]:
     """The state that `replaced` was given, from what it made."""
     if fused.splits(own):
-        own, layer, source = [t.contiguous() for t in own], layer.contiguous(), source.contiguous()
         return fused.noise_kernels().back(own, layer, source, noise, kept)
     return _recovered(own, layer, source, noise, kept)
 
@@ -69,10 +68,7 @@ def _recovered(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, k
 
 def _replaced(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, note: list[Tensor] | None) -> list[Tensor]:
     if fused.splits(own):
-        ledger, kernel = noise.ledger, fused.noise_kernels().noisy
-        flags, slot = (None, 0) if ledger is None else (ledger.flags_on(layer.device), ledger.index)
-        own = [t.contiguous() for t in own]
-        made = kernel(own, layer.contiguous(), source.contiguous(), noise, note, flags, slot)
+        made = fused.noise_kernels().noisy(own, layer, source, noise, note)
     else:
         made = _made(own, layer, source, noise, note)
     if layer.stride() != made[0].stride() and torch.empty_like(layer, device="meta").stride() == layer.stride():

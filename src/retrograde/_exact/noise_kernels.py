@@ -172,28 +172,30 @@ KERNELS |= {"noisy": _noisy, "back": _back, "shares": _shares}
 BLOCK |= {"noisy": 4096, "back": 4096, "shares": 8192}
 
 
-def noisy(
-    own: list[Tensor], layer: Tensor, source: Tensor, noise: Any, note: list[Tensor] | None, flags: Tensor | None, slot: int
-) -> list[Tensor]:
-    """All contiguous. With flags, a value beyond the limit becomes NaN and `flags[slot]` becomes 1. Kept bits go to `note`."""
-    high, low = own
+def noisy(own: list[Tensor], layer: Tensor, source: Tensor, noise: Any, note: list[Tensor] | None) -> list[Tensor]:
+    """With a ledger, what leaves the range becomes NaN and is written down there. Kept bits go to `note`."""
+    high, low, layer, source = map(_dense, (*own, layer, source))
     made, count = [torch.empty_like(high), torch.empty_like(low)], high.numel()
     kept = low if note is None else torch.empty(-(-count // 8) * noise.bits, dtype=torch.uint8, device=high.device)
-    tensors = (high, low, layer, source, noise.seed, *made, kept, low if flags is None else flags)
-    choices = noise.bits, note is not None, flags is not None, count % 128 == 0
-    launch("noisy", tensors, (slot, noise.number), *choices)
+    flags, slot = (low, 0) if noise.ledger is None else (noise.ledger.flags_on(high.device), noise.ledger.index)
+    choices = noise.bits, note is not None, noise.ledger is not None, count % 128 == 0
+    launch("noisy", (high, low, layer, source, noise.seed, *made, kept, flags), (slot, noise.number), *choices)
     if note is not None:
         note.append(kept)
     return made
 
 
 def back(own: list[Tensor], layer: Tensor, source: Tensor, noise: Any, kept: Tensor) -> list[Tensor]:
-    """All contiguous."""
-    made = [torch.empty_like(t) for t in own]
-    launch("back", (*own, layer, source, noise.seed, kept, *made), (noise.number,), noise.bits, made[0].numel() % 128 == 0)
+    high, low, layer, source = map(_dense, (*own, layer, source))
+    made = [torch.empty_like(high), torch.empty_like(low)]
+    launch("back", (high, low, layer, source, noise.seed, kept, *made), (noise.number,), noise.bits, high.numel() % 128 == 0)
     return made
 
 
 def shares(grad: Tensor, seed: Tensor, number: int, bits: int, made: list[Tensor]) -> None:
-    """All contiguous; the gradients of L, c and p, in `made`."""
-    launch("shares", (grad, seed, *made), (number,), bits, grad.numel() % 128 == 0)
+    """The gradients of L, c and p, in `made`."""
+    launch("shares", (_dense(grad), seed, *made), (number,), bits, grad.numel() % 128 == 0)
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t.resolve_neg().contiguous()
