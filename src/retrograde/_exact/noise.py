@@ -196,7 +196,7 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-_ODD = _signed(0x9E3779B97F4A7C15)
+_PLACE, _NUMBER = _signed(0x9E3779B97F4A7C15), 0xD1342543DE82EF95  # both are odd: steps on a circle of 2^64
 
 
 def new_seed(device: torch.device | None) -> Tensor:
@@ -207,12 +207,10 @@ def new_seed(device: torch.device | None) -> Tensor:
 def signs(seed: Tensor, number: int, count: int) -> Tensor:
     """±1 for each of so many elements, in int8. Element e has bit e // n of byte e % n of a hash, where n is an eighth of all."""
     run = -(-count // 8)
-    seed = seed.to(torch.int64)
-    words = torch.arange(1, -(-run // 8) + 1, device=seed.device)
-    hashed = _mixed(words.mul_(_ODD) + _mixed(seed + _signed(number * _ODD)))
-    octets = hashed.view(torch.uint8)[:run]
-    each = torch.stack([octets.bitwise_right_shift(place) for place in range(8)])
-    return each.bitwise_and_(1).view(torch.int8).mul_(-2).add_(1).view(-1)[:count]
+    words = torch.arange(1, -(-run // 8) + 1, device=seed.device).mul_(_PLACE)
+    octets = _mixed(words + seed + _signed(number * _NUMBER)).view(torch.uint8)[:run]
+    found = octets >> torch.arange(8, dtype=torch.uint8, device=seed.device)[:, None]
+    return found.bitwise_and_(1).view(torch.int8).mul_(-2).add_(1).view(-1)[:count]
 
 
 def _mixed(h: Tensor) -> Tensor:

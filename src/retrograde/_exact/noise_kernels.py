@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .kernels import _INF, _LIMIT, _PUSH, _UNIT, BLOCK, KERNELS, launch
 
-_ODD = tl.constexpr(0x9E3779B97F4A7C15)
+_PLACE, _NUMBER = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xD1342543DE82EF95)
 _UNITS = tl.constexpr(1 / _UNIT.value)
 
 
@@ -29,8 +29,8 @@ def _mixed(h):
 @triton.jit
 def _octets(seed, number, at):
     """A byte of the hash for each place: the signs of the element there, and of those 1, 2, … eighths further on."""
-    key = _mixed(tl.load(seed).to(tl.uint64) + number.to(tl.uint64) * _ODD)
-    word = _mixed((at // 8 + 1).to(tl.uint64) * _ODD + key)
+    start = tl.load(seed).to(tl.uint64) + number.to(tl.uint64) * _NUMBER
+    word = _mixed((at // 8 + 1).to(tl.uint64) * _PLACE + start)
     return ((word >> (at % 8 * 8).to(tl.uint64)) & 255).to(tl.int32)
 
 
