@@ -177,7 +177,7 @@ class Pass:
 def _missed(update: Update, target: Any, out: Any) -> float | None:
     """How far `undo(apply(target, out), out)` is from the target, for rules that are not ours."""
     rule = update.rule.rule if isinstance(update.rule, Inverted) else update.rule
-    if type(rule) in (Add, Affine, Momentum) or update.rule.mismatch(target, out):
+    if type(rule) in (Add, Affine, Momentum) or not rule.can_undo or update.rule.mismatch(target, out):
         return None
     target = tree_map(lambda t: t.detach().clone(), read(target))
     with torch.no_grad():
