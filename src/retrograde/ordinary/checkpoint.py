@@ -89,7 +89,7 @@ class Checkpoint(Chosen):
         `preserve_rng_state` (backward always sees the random numbers of the forward pass). The others are refused.
         """
         if context_fn is not checkpoint.noop_context_fn or determinism_check != "default" or not early_stop:
-            _refuse(context_fn, determinism_check)
+            refuse(context_fn, determinism_check, early_stop)
         if self._memory == "store" or not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return fn(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():  # the compiler knows torch's own
@@ -119,14 +119,21 @@ def _nothing_moves() -> bool:
     return True
 
 
-def _refuse(context_fn: Any, determinism_check: str) -> None:
+def refuse(
+    context_fn: Any = checkpoint.noop_context_fn, determinism_check: str = "default", early_stop: bool = True, **_: Any
+) -> None:
+    """What torch's function does, and this one does not."""
+    why = None
     if context_fn is not checkpoint.noop_context_fn:
         why = "context_fn is not supported. Enter the context inside fn; rg.replaying() tells the two runs apart"
     elif determinism_check != "default":
-        why = f"determinism_check={determinism_check!r} is not supported. Say what is checked once: rg.Checkpoint(…, verify=…)"
-    else:
+        why = (
+            f"determinism_check={determinism_check!r} is not supported. Say what is checked once: verify='error', 'warn' or 'off'"
+        )
+    elif not early_stop:
         why = "early_stop=False is not supported. Backward runs fn until it has all that it needs"
-    raise ProgramError(f"rg.Checkpoint: {why}")
+    if why is not None:
+        raise ProgramError(f"rg.Checkpoint: {why}")
 
 
 def _refuse_hidden(out: Any) -> None:
