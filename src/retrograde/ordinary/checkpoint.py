@@ -127,9 +127,7 @@ def refuse(
     if context_fn is not checkpoint.noop_context_fn:
         why = "context_fn is not supported. Enter the context inside fn; rg.replaying() tells the two runs apart"
     elif determinism_check != "default":
-        why = (
-            f"determinism_check={determinism_check!r} is not supported. Say what is checked once: verify='error', 'warn' or 'off'"
-        )
+        why = f"determinism_check={determinism_check!r} is not supported. What is checked is an argument of the object: verify=…"
     elif not early_stop:
         why = "early_stop=False is not supported. Backward runs fn until it has all that it needs"
     if why is not None:
