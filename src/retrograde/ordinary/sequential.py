@@ -39,7 +39,11 @@ class Sequential(Net, nn.Sequential):
     - `layers`: modules, as a list, an `OrderedDict`, or one by one. x is a tensor or a tree of tensors.
     - `memory`: what is kept for backward. "checkpoint" keeps the input of each layer and computes the rest again in backward,
       "offload" moves these inputs to host memory as well, "store" is ordinary autograd. Or a policy: `rg.Offload(…)`,
-      `rg.StoreLast(blocks=k)`, `rg.Budget("4GiB")`. "reverse" needs a reversible net (`rg.ReversibleSequence`).
+      `rg.StoreLast(blocks=k)`, `rg.Budget("4GiB")`. "reverse" needs `bits`.
+    - `bits`: 1 to 8 adds a little noise in training, which makes the layers reversible: instead of its input each layer keeps so
+      many bits of each element. The noise is about 2^-bits of what a layer changes; 4 is a good start. It follows `training` of
+      this container, as dropout does. In `eval()` there is none, so the net is the layers exactly, and what "reverse" would undo
+      is checkpointed instead. None, the default, is no noise.
     - `route`: which layers get which side inputs (keyword arguments of a call). By default all layers get all of them.
       `{"mask": True, "positions": [True, False, …]}` names them: for all layers, or one bool for each.
     - `verify`: what happens if a layer returns something else when backward runs it again: "error", "warn" or "off".
@@ -48,6 +52,8 @@ class Sequential(Net, nn.Sequential):
     >>> net = rg.Sequential([torch.nn.Linear(8, 8) for _ in range(4)], memory="checkpoint")
     >>> net(torch.ones(2, 8)).shape
     torch.Size([2, 8])
+    >>> reversed_net = rg.Sequential(list(net), bits=4, memory="reverse")
+    >>> reversed_net(torch.ones(2, 8)).sum().backward()
     """
 
     def __init__(
