@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import ProgramError
 
-
 NOT_KEPT = (
     "is not there in a reversible model: the layers run as one, and what is between them is not kept. Leave it off, or read a "
     "module with a forward hook"
