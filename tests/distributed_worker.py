@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import traceback
 from contextlib import nullcontext
@@ -54,14 +55,14 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Embedding, blocks, head; as a case wants it, ordinary layers, with a context from an encoder, shared or unused weights."""
 
-    def __init__(self, context=False, shared=False, unused=False, drop_in=False, ordinary=False):
+    def __init__(self, context=False, shared=False, unused=False, drop_in=False, ordinary=False, bits=None):
         super().__init__()
         make = WithContext if context else branch
         self.first = nn.Linear(WIDTH, WIDTH)
         self.encoder = nn.Linear(WIDTH, WIDTH) if context else None
         blocks = [(make(), make()) for _ in range(1 if shared else 3)] * (3 if shared else 1)
         if ordinary:
-            self.net = rg.Sequential([Layer(make) for _ in range(4)], memory="store")
+            self.net = rg.Sequential([Layer(make) for _ in range(4)], bits=bits, memory="store")
         elif drop_in:
             self.net = nuwa.ReversibleSequence(blocks, {"context": [(context, context)] * 3})
         else:
@@ -202,36 +203,33 @@ CASES = {
     "ddp, ordinary layers": lambda r, m: ddp(r, of_layers(m), context=True, ordinary=True),
     "fsdp, ordinary layers": lambda r, m: sharded(r, of_layers(m), "blocks", context=True, ordinary=True),
     "fsdp, mixed precision, ordinary layers": lambda r, m: sharded(r, of_layers(m), "blocks", policy=HALF, ordinary=True),
+    "ddp, noise": lambda r, m: ddp(r, m, context=True, ordinary=True, bits=4),
+    "ddp, noise, no_sync": lambda r, m: ddp(r, m, accumulate=2, ordinary=True, bits=4),
+    "fsdp, noise": lambda r, m: sharded(r, m, "blocks", context=True, ordinary=True, bits=4),
+    "fsdp, mixed precision, noise": lambda r, m: sharded(r, m, "blocks", policy=HALF, ordinary=True, bits=4),
     "fsdp, mixed precision, root": lambda r, m: sharded(r, m, "root", policy=HALF),
 }
-POLICIES = {
-    "reverse": "reverse",
-    "checkpoint": "checkpoint",
-    "offload": "offload",
-    "StoreLast(2)": rg.StoreLast(2),
-    "Budget": rg.Budget(8000),
-}
+OTHERS = {"checkpoint": "checkpoint", "offload": "offload", "StoreLast(2)": rg.StoreLast(2), "Budget": rg.Budget(8000)}
+POLICIES = {"reverse": "reverse", **OTHERS}
+RUNS = [(case, "reverse") for case in CASES] + list(zip(CASES, itertools.cycle(OTHERS)))  # each other policy in every fourth case
 
 
 def main(rank, file):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
-    for name, case in CASES.items():
-        for policy, memory in POLICIES.items():
-            if len(sys.argv) > 3 and not (sys.argv[3] in name and (len(sys.argv) < 5 or sys.argv[4] == policy)):
-                continue
-            try:
-                case(rank, memory)
-                error = None
-            except Exception:
-                error = traceback.format_exc()
-            errors = [None] * WORLD
-            dist.all_gather_object(errors, error)
-            if rank == 0:
-                first = next((e for e in errors if e), None)
-                print("CASE", f"{name} [{policy}]", "ok" if first is None else "failed", flush=True)
-                if first:
-                    print(first, flush=True)
+    for name, policy in RUNS:
+        try:
+            CASES[name](rank, POLICIES[policy])
+            error = None
+        except Exception:
+            error = traceback.format_exc()
+        errors = [None] * WORLD
+        dist.all_gather_object(errors, error)
+        if rank == 0:
+            first = next((e for e in errors if e), None)
+            print("CASE", f"{name} [{policy}]", "ok" if first is None else "failed", flush=True)
+            if first:
+                print(first, flush=True)
     dist.destroy_process_group()
 
 

@@ -18,10 +18,11 @@ from .errors import (
     RetrogradeError,
     TrainingError,
 )
-from .layers import Sequential
 from .memory import Anchor, Budget, Offload, ReverseAbove, StoreLast
 from .modules import Reversible
 from .optimizer import step_in_backward
+from .ordinary.checkpoint import Checkpoint
+from .ordinary.sequential import Sequential
 from .rules import Add, Affine, Invertible, Momentum, Rule
 from .sequence import ReversibleSequence
 from .transformer import from_transformer
@@ -36,6 +37,7 @@ __all__ = [
     "Anchor",
     "Budget",
     "BudgetTooSmall",
+    "Checkpoint",
     "Edited",
     "EditedInBackward",
     "Freed",

@@ -144,6 +144,17 @@ class Offload(Policy):
 
 
 @dataclass(frozen=True)
+class Checkpointed(Policy):
+    """Another policy, with checkpoints where it reverses: what `rg.Sequential(bits=…)` runs under without noise."""
+
+    inner: Kind | Policy
+    needs_undo = False
+
+    def plan(self, blocks: Sequence[int]) -> list[Stretch]:
+        return [(self.inner, sum(blocks), None)] if isinstance(self.inner, str) else self.inner.plan(blocks)
+
+
+@dataclass(frozen=True)
 class ReverseAbove:
     """Ordinary autograd for inputs of at most `length` along `dim`, reversal for longer ones."""
 
@@ -199,8 +210,8 @@ def plan(memory: Memory, program: Program, streams: Mapping[str, Any]) -> list[S
     if program.one_way is not None and any(kind == "reverse" for kind, _, _ in stretches):
         if isinstance(found, str) or found.needs_undo:
             raise ProgramError(
-                f"memory={memory!r} undoes updates, and a layer x = layer(x) cannot be undone. Use memory='checkpoint', "
-                "'offload' or rg.Budget(…), or make the net reversible (docs/convert.md)",
+                f"memory={memory!r} undoes updates, and a layer x = layer(x) cannot be undone. Use rg.Sequential(…, bits=4), "
+                "which trains with a little noise that makes it reversible, or memory='checkpoint', 'offload' or rg.Budget(…)",
                 program.one_way,
             )
         stretches = [("checkpoint" if kind == "reverse" else kind, count, how) for kind, count, how in stretches]

@@ -27,6 +27,7 @@ class Rule(ABC):
     """
 
     saves = True
+    loses = 0  # bits of each element that undoing needs besides: only streams that are carried exactly note them
     linear: tuple[float, float] | None = None  # (a, b), if it is target = a·target + b·out
     product: tuple[int, int] | None = None  # (n, d), if a = n/d: exact arithmetic knows such a rule
     alone = False  # needs no sources
@@ -199,6 +200,7 @@ class Invertible(Rule):
 
 
 _ONE_WAY = "a layer x = layer(x) replaces its input, so it cannot be undone"
+_LOST = "undoing a layer with reversible noise needs bits that only backward has"
 
 
 class Replace(Rule):
@@ -227,6 +229,49 @@ class Replace(Rule):
         return None
 
 
+class Noisy(Rule):
+    """`target = layer(source)` with a little noise, by which the target can be recovered from it (_exact/noise.py).
+
+    fn returns what the layer has made, the source, and the seed of the signs. It is the source as fn reads it, rounded to the
+    dtype of the stream: both forms are recovered, and the layer has seen no more than this one.
+    """
+
+    saves = False
+    product: tuple[int, int] | None = (1, 1)
+    symbol = "="
+    _tested = True
+
+    def __init__(self, bits: int, depth: int):
+        self.bits = self.loses = bits
+        self.depth = depth  # layers have signs of their own
+
+    def apply(self, target: Any, out: Any) -> Any:
+        return target.noisy(out, self.bits, self.depth)
+
+    def undo(self, target: Any, out: Any) -> Any:
+        return target.without_noise(out, self.bits, self.depth)
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        made, source, _ = out
+        if why := Replace().mismatch(source, made):
+            return why
+        for a, b in zip(tensors(source), tensors(made), strict=True):
+            if not a.is_floating_point():
+                return f"reversible noise is for streams of floating point, and this one has {a.dtype}: pass it as a side input"
+            if (a.dtype, a.device) != (b.dtype, b.device):
+                return f"the layer returned {b.dtype} on {b.device}, its input is {a.dtype} on {a.device}: let it convert back"
+        return None
+
+
+class Result(Replace):
+    """The same for a target that is new: whatever fn returns, tensors and other things in a tree."""
+
+    _tested = True
+
+    def mismatch(self, target: Any, out: Any) -> str | None:
+        return None
+
+
 def _kind(value: Any) -> str:
     return "tensor" if isinstance(value, Tensor) else type(value).__name__ + " of the same structure"
 
@@ -235,8 +280,8 @@ class Inverted(Rule):
     """Another rule with apply and undo swapped."""
 
     def __init__(self, rule: Rule):
-        if not rule.can_undo:
-            raise ProgramError(_ONE_WAY)
+        if not rule.can_undo or rule.loses:
+            raise ProgramError(_LOST if rule.loses else _ONE_WAY)
         self.rule, self.saves, self.alone = rule, rule.saves, rule.alone
         self.symbol = "-=" if rule.symbol == "+=" else f"undo {rule.symbol}"
         if rule.linear is not None:

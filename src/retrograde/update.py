@@ -76,11 +76,17 @@ class Update:
                 f"{self}: the target {self.target!r} is among the sources, so the update cannot be undone. "
                 "Read another stream, or split this one in two"
             )
-        takes = self.takes
-        if takes is not ALL:
-            names = (takes,) if isinstance(takes, str) else takes
-            takes = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
-        object.__setattr__(self, "takes", takes)
+        object.__setattr__(self, "takes", self.takes if self.takes is ALL else self._by_keyword())
+
+    def _by_keyword(self) -> dict[str, str]:
+        """The names of the side inputs that fn gets, by the keywords under which it gets them."""
+        takes: Any = [self.takes] if isinstance(self.takes, str) or not isinstance(self.takes, Iterable) else self.takes
+        pairs = [*takes.items()] if isinstance(takes, Mapping) else [(name, name) for name in takes]
+        for _, name in pairs:
+            if not isinstance(name, str):
+                way_out = "Give what this one function takes: names, {its keyword: name} or rg.ALL"
+                raise ProgramError(f"{self}: takes holds {_short(name)} instead of the name of a side input. {way_out}")
+        return dict(pairs)
 
     def __repr__(self) -> str:
         name = getattr(self.fn, "__name__", type(self.fn).__name__)
@@ -103,13 +109,14 @@ class Program:
     """A list of updates, checked once: what `run` makes of a plain list, and what modules keep.
 
     `blocks` is the number of updates in each block; if it is not given, a block is a run of updates that change no stream twice.
+    `copies`: whether small masks and ids among the side inputs are copied, so that the caller may edit them afterwards.
     """
 
-    def __init__(self, updates: Iterable[Update], blocks: tuple[int, ...] | None = None):
+    def __init__(self, updates: Iterable[Update], blocks: tuple[int, ...] | None = None, copies: bool = True):
         if isinstance(updates, (Update, nn.Module)):
             way_out = "Put it into a list" if isinstance(updates, Update) else "Call the module itself, or its inverse"
             raise ProgramError(f"a list of updates is needed, got {_short(updates)}. {way_out}")
-        self.updates = tuple(updates)
+        self.updates, self.copies = tuple(updates), copies
         for index, update in enumerate(self.updates):
             if not isinstance(update, Update):
                 raise ProgramError(f"update {index} is {_short(update)}, not an rg.Update")
@@ -184,5 +191,5 @@ class Program:
 
     def inverse(self) -> Program:
         if self.back is None:
-            self.back = Program((update.inverse() for update in reversed(self.updates)), self.blocks[::-1])
+            self.back = Program((update.inverse() for update in reversed(self.updates)), self.blocks[::-1], self.copies)
         return self.back

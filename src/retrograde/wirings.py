@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._base.function_modules import Arguments, OfSum
+from ._base.function_modules import Arguments, OfSum, Twice
 from .errors import ProgramError
 from .rules import Add, Invertible, Momentum, Rule
 from .update import Update
 
-__all__ = ["cross", "dual", "groups", "invertible", "leapfrog", "momentum", "pair"]
+__all__ = ["cross", "dual", "groups", "invertible", "leapfrog", "midpoint", "momentum", "pair"]
 
 Fn = Callable[..., Any]
 
@@ -36,13 +36,7 @@ def pair(
 
 
 def dual(
-    f: Fn,
-    g: Fn,
-    j: Fn,
-    k: Fn,
-    *,
-    streams: Sequence[str] = ("x1", "x2", "m1", "m2"),
-    takes: Sequence[Any] = ((), (), (), ()),
+    f: Fn, g: Fn, j: Fn, k: Fn, *, streams: Sequence[str] = ("x1", "x2", "m1", "m2"), takes: Sequence[Any] = ((), (), (), ())
 ) -> list[Update]:
     """Two pairs side by side: x1 += f(x2); x2 += g(x1); m1 += j(m2); m2 += k(m1)."""
     x1, x2, m1, m2 = _exactly(4, "streams", streams)
@@ -51,15 +45,9 @@ def dual(
 
 
 def cross(
-    f: Fn,
-    g: Fn,
-    j: Fn,
-    k: Fn,
-    *,
-    streams: Sequence[str] = ("x1", "x2", "m1", "m2"),
-    takes: Sequence[Any] = ((), (), (), ()),
+    f: Fn, g: Fn, j: Fn, k: Fn, *, streams: Sequence[str] = ("x1", "x2", "m1", "m2"), takes: Sequence[Any] = ((), (), (), ())
 ) -> list[Update]:
-    """Two pairs that look at each other: x1 += f(x2, m2); x2 += k(x1); m1 += j(m2, x2); m2 += g(m1)."""
+    """Two pairs that read each other: x1 += f(x2, m2); x2 += k(x1); m1 += j(m2, x2); m2 += g(m1)."""
     x1, x2, m1, m2 = _exactly(4, "streams", streams)
     to_f, to_g, to_j, to_k = _exactly(4, "takes", takes)
     return [
@@ -78,6 +66,14 @@ def leapfrog(fns: Sequence[Fn], *, streams: Sequence[str] = ("a", "b"), takes: A
     if isinstance(streams, str) or len(streams) < 2:
         raise ProgramError(f"streams must be two names or more, got {streams!r}")
     return [turn(i, fn, streams, takes) for i, fn in enumerate(fns)]
+
+
+def midpoint(fns: Sequence[Fn], *, streams: Sequence[str] = ("a", "b"), takes: Any = ()) -> list[Update]:
+    """The midpoint rule, from a flat list of functions: a += 2 f0(b); b += 2 f1(a); a += 2 f2(b); …
+
+    The streams are the last two states of x = x + f(x). The next state is the one before the last, plus twice f of the last.
+    """
+    return leapfrog([Twice(fn) for fn in fns], streams=_exactly(2, "streams", streams), takes=takes)
 
 
 def turn(index: int, fn: Fn, streams: Sequence[str], takes: Any = ()) -> Update:

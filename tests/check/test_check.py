@@ -3,13 +3,14 @@
 import functools
 import random
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 from check_support import TICKS, Fault, snapshot, tick
 from sound_nets import Leaves, Rotary, Routed
-from support import REPLAYED, WIDTH, Attend, draw, every_pair, mlp, mlps, name_of, rg, streams
+from support import REPLAYED, WIDTH, Attend, draw, every_pair, linear, mlp, mlps, name_of, rg, streams
 from torch import nn
 
 
@@ -184,6 +185,22 @@ def test_lazy_modules_are_initialised_and_no_more():
     assert rg.check.drift(other, x).rows, "and so by drift"
 
 
+def test_a_norm_of_rows_that_are_alike():
+    """The gradient of a bias before it is zero but for rounding, which the norm enlarges."""
+    torch.manual_seed(2)
+    fns = [nn.Sequential(linear(), nn.BatchNorm1d(WIDTH).double()) for _ in range(3)]
+    row = draw(1, WIDTH, grad=False)
+    net = rg.Reversible(rg.wirings.leapfrog(fns))
+    report = rg.check.gradients(net, {name: row + 1e-6 * draw(4, WIDTH, grad=False) for name in "ab"})
+    assert report.ok, str(report)
+
+
+def test_numpy_random_that_is_loaded_by_its_first_use(monkeypatch):
+    monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
+    report = rg.check.gradients(Playful(), draw())
+    assert report.ok, str(report)
+
+
 def test_modules_in_closures_are_left_alone_too():
     """Not registered in the net, but found in fn."""
     normed = [Normed() for _ in range(2)]
@@ -340,24 +357,45 @@ def test_a_fault_inside_a_larger_model():
     assert report.worst > 1e-3
 
 
-def steep(dtype=torch.float32, std=3.0, **kwargs):
-    """Activations that grow: what is recovered by subtraction is far off."""
-    fns = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double() for _ in range(24)]
-    for fn in fns:
-        nn.init.normal_(fn[0].weight, std=std)
-        nn.init.normal_(fn[2].weight, std=std)
-    return rg.Reversible(rg.wirings.leapfrog(fns), **kwargs).to(dtype), {
-        name: t.detach().to(dtype) for name, t in streams(4).items()
-    }
+class Branch(nn.Module):
+    """Of the size of its input; with a large summand."""
+
+    def __init__(self, size=1.0, summand=0.0):
+        super().__init__()
+        self.linear, self.size, self.summand = nn.Linear(WIDTH, WIDTH), size, summand
+
+    def forward(self, x):
+        return self.size * self.linear(x / self.size).tanh() + self.summand
+
+
+class Steep(nn.Module):
+    """Makes much of a small difference."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return (1000 * self.linear(x)).sin()
+
+
+def rounded(size, summand, **kwargs):
+    """Updates 3 and 4 add a large summand to b and take it away: with it go the last bits of b, the same on every machine.
+
+    The relative error of what is recovered below them is about 3e-8 * summand / size.
+    """
+    fns = [Branch(size, s) for s in (0.0, 0.0, 0.0, summand, -summand, 0.0, 0.0)]
+    updates = [rg.Update(target, fn, "ab"[target == "a"]) for target, fn in zip("ababbab", fns, strict=True)]
+    return rg.Reversible(updates, **kwargs), {name: size * t.detach().float() for name, t in streams(4).items()}
 
 
 def test_drift_is_found():
-    net, x = steep(arithmetic="float")
+    net, x = rounded(0.01, 2e4, arithmetic="float")
     report = rg.check.gradients(net, x)
     assert not report.ok
     (finding,) = report.findings
     assert finding.kind == "drifting"
-    assert finding.where == report.first
+    assert finding.where == report.first == "update 2: a += Branch(b)"
     assert "recovered with a relative error of " in report.cause
     assert "arithmetic='exact'" in report.cause
     net.arithmetic = "exact"
@@ -368,18 +406,19 @@ def test_drift_is_found():
 
 
 def test_a_little_drift_that_is_much_in_a_gradient_is_named():
-    net, x = steep(std=2.0, arithmetic="float")
+    net, x = rounded(1.0, 300.0, arithmetic="float")
+    net.fns[0] = Steep()
     report = rg.check.gradients(net, x)
     assert not report.ok
     assert [finding.kind for finding in report.findings] == ["drifting"]
-    assert report.first == report.findings[0].where
+    assert report.first == report.findings[0].where == "update 2: a += Branch(b)"
     assert max(row.relative for row in rg.check.drift(net, x).rows) < 1e-4
 
 
 def test_what_a_faulty_fn_spoils_is_no_drift():
     """Under it the recovered sources are off; above it they are not, or it is drift."""
-    for where, kinds in {22: ["stateful"], 0: ["stateful", "drifting"]}.items():
-        net, x = steep(std=4.0, arithmetic="float")
+    for where, kinds in {5: ["stateful"], 0: ["stateful", "drifting"]}.items():
+        net, x = rounded(0.01, 2e4, arithmetic="float")
         net.fns[where] = Fault("a call counter").float()
         assert [finding.kind for finding in rg.check.gradients(net, x).findings] == kinds
 

@@ -1,9 +1,19 @@
 """What these tests share."""
 
 import torch
-from support import assert_same, gradients, mlps, rg
+from support import WIDTH, assert_same, gradients, rg
+from torch import nn
 
 KINDS = ["reverse", "checkpoint", "store", rg.StoreLast(2), rg.Anchor(3), rg.ReverseAbove(0, dim=0)]
+
+
+def mlp():
+    """A branch of three modules: each one more is traced for each run of it, which is what takes time here."""
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)).double()
+
+
+def mlps(count):
+    return [mlp() for _ in range(count)]
 
 
 def compiled(call, backend="eager", **options):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from fullgraph_support import compiled, pairs, same
-from support import WIDTH, assert_same, draw, gradients, mlp, mlps, rg
+from fullgraph_support import compiled, mlp, mlps, pairs, same
+from support import WIDTH, assert_same, draw, gradients, rg
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own

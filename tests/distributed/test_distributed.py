@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from distributed_worker import CASES, POLICIES
+from distributed_worker import RUNS
 from support import ROOT
 
 WORKER = ROOT / "tests" / "distributed_worker.py"
@@ -28,8 +28,7 @@ def results(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "policy"), RUNS)
 def test_gradients(results, case, policy):
     result, text = results.get(f"{case} [{policy}]", ("not run", results["stderr"][1]))
     assert result == "ok", text

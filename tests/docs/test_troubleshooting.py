@@ -7,7 +7,7 @@ from support import ROOT
 
 SOURCE = ROOT / "src" / "retrograde"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-FOLDERS = (".", "_base", "_exact", "_engine", "_compile", "compat", "models", "training")
+FOLDERS = (".", "errors", "_base", "_exact", "_memory", "_engine", "ordinary", "_compile", "compat", "models", "training")
 FILES = [path for folder in FOLDERS for path in sorted((SOURCE / folder).glob("*.py"))]
 CLASSES = {
     "RetrogradeError",
@@ -18,6 +18,7 @@ CLASSES = {
     "Freed",
     "Edited",
     "EditedInBackward",
+    "OffloadError",
     "TrainingError",
 }
 TELLING = CLASSES | {"refuse", "warn", "failed", "_damaged"}  # functions that are given a message first, or a path and a message
@@ -53,7 +54,7 @@ def messages():
 
 def _is_message(path, text):
     """Texts that another function raises, or warns with."""
-    return text.startswith("fn ") or (path.name == "errors.py" and not text.startswith("update "))
+    return text.startswith("fn ") or (path.name == "messages.py" and not text.startswith("update "))
 
 
 HEADLINES = sorted({(path.relative_to(SOURCE).as_posix(), text) for path, text in messages() if text.strip("… :")})

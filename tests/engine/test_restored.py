@@ -330,11 +330,21 @@ def closure(model):
     return lambda x: functional.batch_norm(model.linear(x), model.mean, model.var, training=True).tanh()
 
 
+def normed(layer, mean, var, x):
+    return functional.batch_norm(layer(x), mean, var, training=True).tanh()
+
+
+def over_statistics(layer, means, var):
+    return lambda x: normed(layer, means[0], var, x)
+
+
 FUNCTIONS = {
     "a method": lambda model: model.method,
     "a partial": lambda model: functools.partial(model.method, scale=0.5),
     "a partial of a plain function": lambda model: functools.partial(Model.method, model),
+    "a partial of the statistics themselves": lambda model: functools.partial(normed, model.linear, model.mean, model.var),
     "a closure": closure,
+    "a closure over the statistics themselves": lambda model: over_statistics(model.linear, [model.mean], model.var),
     "a plain function that calls a global module": lambda model: calls_a_global,
 }
 
@@ -359,20 +369,24 @@ def test_buffers_of_functions_that_are_no_modules(kind, memory):
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
-def test_export_with_grad_and_training_afterwards():
-    net = rg.ReversibleSequence([(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(2)])
+@pytest.mark.parametrize(("strict", "arithmetic"), [(False, "auto"), (True, "exact")])
+def test_export_with_grad_and_training_afterwards(strict, arithmetic):
+    """Strictly in a model: torch does not know positional arguments without a name, as those of a net by itself."""
+    blocks = [(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(2)]
+    net = rg.ReversibleSequence(blocks, arithmetic=arithmetic)
+    model = nn.Sequential(net, nn.Linear(4, 4)) if strict else net
     x = torch.randn(3, 4)
-    before = copy.deepcopy(net.state_dict())
-    exported = torch.export.export(net, (x,)).module()
-    assert torch.allclose(exported(x), net(x))
+    before = copy.deepcopy(model.state_dict())
+    exported = torch.export.export(model, (x,), strict=strict).module()
+    assert torch.allclose(exported(x), model(x))
     found = []
     for memory in ("reverse", "store"):
         net.memory = memory
-        net.zero_grad()
-        net(x).square().sum().backward()
-        found.append([p.grad for p in net.parameters()])
+        model.zero_grad()
+        model(x).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
     assert_same(*found, tolerance=1e-5)
-    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 # -- infinite numbers --------------------------------------------------------------------------------------------------
@@ -404,5 +418,29 @@ def test_infinite_at_masked_positions(arithmetic, value, verify, memory):
         assert not all(t.isfinite().all() for t in out.values())
         loss = sum(torch.where(t.isfinite(), t, 0.0).square().sum() for t in out.values())
         return torch.autograd.grad(loss, list(net.parameters()))
+
+    assert_same(step(memory), step("store"))
+
+
+class ScaledAndMasked(Masked):
+    def forward(self, x):
+        return 0.3 * torch.where(x.isfinite(), x, 0.0).tanh(), super().forward(x)
+
+
+RULES = {"affine": (rg.Affine(), ScaledAndMasked), "momentum": (rg.Momentum(0.9), Masked)}
+
+
+@every_policy
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+@pytest.mark.parametrize("rule", RULES)
+def test_infinite_at_masked_positions_under_other_rules(rule, value, memory):
+    def step(memory):
+        torch.manual_seed(0)
+        kind, fn = RULES[rule]
+        updates = [rg.Update("ab"[i % 2], fn(value), "ba"[i % 2], rule=kind) for i in range(4)]
+        wanted = [p for update in updates for p in update.fn.parameters()]
+        out = rg.run(updates, streams(), memory=memory)
+        loss = sum(torch.where(t.isfinite(), t, 0.0).square().sum() for t in out.values())
+        return torch.autograd.grad(loss, wanted)
 
     assert_same(step(memory), step("store"))

@@ -82,7 +82,7 @@ def test_default_is_safe_at_256(setting, gain):
 def test_float_is_not_safe(setting):
     """The test above can fail."""
     net, x, autocast = deep(32, setting, 2.0)
-    net.arithmetic = "float"
+    net.arithmetic, net.verify = "float", "off"
     assert relative_error(net, x, autocast) > 1e-3
 
 
@@ -207,9 +207,11 @@ def test_affine_has_no_exact_form(memory, way):
         way(affine(), {"a": draw(), "b": draw()}, memory=memory, arithmetic="exact")
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("memory", ["reverse", "store", "checkpoint"])
-def test_affine_in_16_bits(memory):
-    """As float, with a warning where it drifts; the stream that is only added to is exact."""
+def test_affine_in_16_bits(memory, seed):
+    """As float, with a warning where it drifts; the stream that is only added to is exact, and drifts with what it reads."""
+    torch.manual_seed(seed)
     updates = affine() * 2
     fns = nn.ModuleList({id(u.fn): u.fn for u in updates}.values()).bfloat16()
     streams = {"a": draw(dtype=torch.bfloat16), "b": draw(dtype=torch.bfloat16)}

@@ -22,7 +22,7 @@ ORDER = [
     {"_exact", "_memory"},
     {"_engine"},
     {"modules"},
-    {"sequence", "layers", "optimizer"},
+    {"sequence", "ordinary", "optimizer"},
     {"transformer"},
     {"_compile", "check"},
     {"compat", "models", "integrations"},

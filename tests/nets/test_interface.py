@@ -282,6 +282,22 @@ def test_a_missing_or_misrouted_side_input(case, memory):
     assert info.value.where == where
 
 
+@pytest.mark.parametrize("takes", [(), {"strength": "gain"}], ids=["none", "by another name"])
+def test_a_side_input_that_an_update_does_not_take(takes):
+    """Python's own error says what fn is missing, and a note which update it is and what that takes."""
+    updates = [rg.Update("a", mlp(), "b"), rg.Update("b", Gain(), "a", takes)]
+    with pytest.raises(TypeError, match=r"gain|strength") as info:
+        rg.run(updates, {"a": draw(), "b": draw()}, {"gain": draw()})
+    assert info.value.__notes__ == [f"raised by fn in update 1: b += Gain(a), with takes={[*takes]}"]
+
+
+@pytest.mark.parametrize("takes", [[["gain"], []], [(), {"gain": "gain"}], {"gain": None}, 3, [True]], ids=str)
+def test_what_an_update_takes_is_names(takes):
+    """A list with an entry for each function, as `rg.wirings.pair` has it, is told from the names for one function."""
+    with pytest.raises(rg.ProgramError, match=r"a \+= Gain\(b\): takes holds .* instead of the name of a side input"):
+        rg.wirings.leapfrog([Gain(), mlp()], takes=takes)
+
+
 def test_an_error_of_fn_itself_stays():
     """A TypeError from inside of fn is no question of routes."""
 

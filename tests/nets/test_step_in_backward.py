@@ -211,15 +211,24 @@ class Shifted(nn.Module):
         return self.linear(x).tanh() + self.shift
 
 
+class Within(Shifted):
+    """A program inside, and a shift after it."""
+
+    def __init__(self, shift=None):
+        super().__init__(shift)
+        self.linear = rg.ReversibleSequence([(Shifted(shift), Shifted(shift)) for _ in range(2)])
+
+
 @pytest.mark.parametrize("memory", ["reverse", "checkpoint", rg.StoreLast(3), rg.Budget(2000)], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_function_that_ends_in_a_trainable_addition(shared, memory):
+@pytest.mark.parametrize("kind", [Shifted, Within])
+def test_a_function_that_ends_in_a_trainable_addition(kind, shared, memory):
     """The step waits until nothing needs the parameter any more; after backward nothing waits."""
     results = []
     for inside in (False, True):
         torch.manual_seed(0)
         shift = nn.Parameter(torch.rand(4)) if shared else None
-        net = rg.Reversible(rg.wirings.leapfrog([Shifted(shift) for _ in range(6)]), memory=memory).double()
+        net = rg.Reversible(rg.wirings.leapfrog([kind(shift) for _ in range(6)]), memory=memory).double()
         optimizer = torch.optim.AdamW(net.parameters(), 0.1)
         stepping = rg.step_in_backward(optimizer) if inside else None
         for _ in range(3):

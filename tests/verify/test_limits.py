@@ -1,8 +1,10 @@
 """What cannot be seen, as docs/guarantees.md says: if one of these tests fails, the page promises too little."""
 
+import contextlib
+
 import pytest
 import torch
-from support import WIDTH, draw, linear, loss_of, mlps, rg
+from support import REPLAYED, WIDTH, draw, linear, loss_of, mlps, rg
 from torch import nn
 
 
@@ -102,18 +104,53 @@ class CallsAGlobal(nn.Module):
         return NORM(x).tanh()
 
 
-def test_statistics_of_a_module_that_a_module_finds_in_a_global():
+def twice_is_an_error(memory):
+    """Under "checkpoint" what is saved is compared, and batch_norm saves its statistics."""
+    return pytest.raises(rg.NotRepeated) if memory == "checkpoint" else contextlib.nullcontext()
+
+
+def reads_a_global(x):
+    return nn.functional.batch_norm(x, NORM.running_mean, NORM.running_var, training=True).tanh()
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+@pytest.mark.parametrize("fn", [CallsAGlobal(), reads_a_global], ids=["a module", "a function that does not call it"])
+def test_statistics_of_a_module_that_is_found_in_a_global(fn, memory):
     """Gradients are right; the statistics move twice. (A plain function may call what it likes.)"""
     moved = []
-    for policy in ("reverse", "store"):
+    for policy in (memory, "store"):
+        torch.manual_seed(0)
         NORM.reset_running_stats()
-        out = rg.run(rg.wirings.leapfrog([CallsAGlobal(), *mlps(1)]), {"a": draw(), "b": draw()}, memory=policy)
-        loss_of(out).backward()
-        moved.append(int(NORM.num_batches_tracked))
-    assert moved == [2, 1]
-    out = rg.run(rg.wirings.leapfrog([CallsAGlobal(), *mlps(1)]), {"a": draw(), "b": draw()}, memory="checkpoint")
-    with pytest.raises(rg.ReplayError):  # the statistics are among what batch_norm saves
-        loss_of(out).backward()
+        out = rg.run(rg.wirings.leapfrog([fn, *mlps(1)]), {"a": draw(), "b": draw()}, memory=policy)
+        with twice_is_an_error(policy):
+            loss_of(out).backward()
+        moved.append(NORM.running_mean.clone())
+    assert torch.allclose(moved[0], 1.9 * moved[1])  # each step goes a tenth of the way
+
+
+class Unregistered(nn.Module):
+    """Its statistics are plain attributes: no buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.var = torch.zeros(WIDTH, dtype=torch.float64), torch.ones(WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True).tanh()
+
+
+@pytest.mark.parametrize("memory", REPLAYED)
+def test_statistics_that_are_no_buffers(memory):
+    """Gradients are right; the statistics move twice."""
+    moved = []
+    for policy in (memory, "store"):
+        torch.manual_seed(0)
+        fn = Unregistered()
+        out = rg.run(rg.wirings.leapfrog([fn, *mlps(1)]), {"a": draw(), "b": draw()}, memory=policy)
+        with twice_is_an_error(policy):
+            loss_of(out).backward()
+        moved.append(fn.mean)
+    assert torch.allclose(moved[0], 1.9 * moved[1])
 
 
 class Aside(nn.Module):
@@ -160,3 +197,14 @@ def test_a_whole_trace_is_not_verified():
 
     found, true = step("reverse"), step("store")
     assert float((found - true).norm() / true.norm()) > 1e-2
+
+
+def test_the_last_backward_pass_on_a_device(monkeypatch):
+    """It reports in the next forward pass of the program; here no tensor says that it is on a CPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda t: False), raising=False)
+    net = rg.Reversible(rg.wirings.leapfrog([Slightly() for _ in range(4)]))
+    out = net({"a": draw(), "b": draw()})
+    steeper(net)
+    loss_of(out).backward()  # says nothing
+    with pytest.raises(rg.ReplayError, match=r"update 1: .* returned something else"):
+        net({"a": draw(), "b": draw()})

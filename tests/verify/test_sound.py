@@ -63,6 +63,33 @@ def test_hooks_that_compute_what_they_record(when, memory):
     agree(step, memory)
 
 
+HARMLESS = {  # they change nothing
+    "before": lambda m: m.register_forward_pre_hook(lambda module, args: tuple(t.clone() for t in args)),
+    "same": lambda m: m.register_forward_hook(lambda module, args, kwargs, out: out * 1, with_kwargs=True),
+    "backward": lambda m: m.register_full_backward_hook(lambda module, before, after: None),
+    "before backward": lambda m: m.register_full_backward_pre_hook(lambda module, after: None),
+    "of a tensor": lambda m: m.register_forward_hook(lambda module, args, out: out.retain_grad()),
+}
+
+
+@every_replayed
+@pytest.mark.parametrize("when", ["added", "removed"])
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_hooks_of_other_kinds(kind, when, memory):
+    def step(memory):
+        fns = mlps(4)
+        net = net_of(fns, memory)
+        handle = HARMLESS[kind](fns[1][1]) if when == "removed" else None
+        loss = loss_of(net(streams()))
+        if handle is None:
+            HARMLESS[kind](fns[1][1])
+        else:
+            handle.remove()
+        return torch.autograd.grad(loss, list(net.parameters()))
+
+    agree(step, memory)
+
+
 class Calls(nn.Module):
     """Shows what it computes to whoever has asked."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,7 +17,9 @@ from .pytrees import each
 
 _DEEP = 6  # attributes and entries away from a function
 _MANY = 64  # entries of a list that are looked at
+_SMALL = 1 << 16  # bytes of a tensor that a function names by itself: statistics are no larger
 _PLAIN = (int, float, complex, str, bytes, type(None), type, types.ModuleType, Tensor, torch.dtype, torch.device)
+_PLAINLY = frozenset({int, float, bool, str, type(None), Tensor, types.BuiltinFunctionType})  # of just these types: as most are
 STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # attributes of every module
 
 
@@ -26,13 +29,6 @@ class Around(nn.Module):
     def __init__(self, fn: Any):
         super().__init__()
         self.fn = fn
-
-
-class OfSum(Around):
-    """fn of the sum of its inputs."""
-
-    def __init__(self, fn: Any):
-        super().__init__(fn)
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # what errors call it
 
     @property
@@ -40,11 +36,29 @@ class OfSum(Around):
         """By rg.compile_fns."""
         return (self.fn,)
 
+
+class OfSum(Around):
+    """fn of the sum of its inputs."""
+
     def forward(self, first: Any, *others: Any, **side: Any) -> Any:
         total = first
         for other in others:
             total = each(Tensor.add, total, other)
         return self.fn(total, **side)
+
+
+class Twice(Around):
+    """Two times fn."""
+
+    def forward(self, *sources: Any, **side: Any) -> Any:
+        return each(lambda t: 2 * t if isinstance(t, Tensor) else t, self.fn(*sources, **side))
+
+
+class Noised(Around):
+    """A layer that hands over what reversible noise needs besides: its input, and the seed of the signs."""
+
+    def forward(self, x: Any, seed: Tensor, **side: Any) -> tuple[Any, Any, Tensor]:
+        return self.fn(x, **side), x, seed
 
 
 class Arguments(nn.Module):
@@ -68,6 +82,15 @@ class Arguments(nn.Module):
 
     def forward(self, *sources: Any, **side: Any) -> tuple[Any, Any]:
         return sources, side
+
+
+class OneCall:
+    """A function with the arguments of one call. `also`: what may have modules or generators among these."""
+
+    __slots__ = ("also", "fn")
+
+    def __init__(self, fn: Any, also: Sequence[Any] = ()):
+        self.fn, self.also = fn, also
 
 
 def has_hooks(block: nn.Module) -> bool:
@@ -94,31 +117,72 @@ def parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
+class _Contents(dict[str, Any]):
+    """Buffers that nobody can replace, as a closure or a partial names the tensors themselves: another one lends its elements."""
+
+    def __init__(self, found: Iterable[Tensor]):
+        super().__init__((str(i), t) for i, t in enumerate(found))
+        self.own, self.kept = dict(self), dict[str, Tensor]()
+
+    def __setitem__(self, name: str, t: Tensor) -> None:
+        own = self.own[name]
+        if self[name] is own:
+            self.kept[name] = own.detach().clone()
+        own.data.copy_(self.kept[name] if t is own else t)
+        super().__setitem__(name, t)
+
+
+class Loose(nn.Module):
+    """Small tensors that a function holds without their module: `F.batch_norm` may move them, which is to happen once."""
+
+    def __init__(self, found: Iterable[Tensor]):
+        super().__init__()
+        self._buffers = _Contents(found)
+
+
+def called_by(fn: Any) -> Any:
+    """The module, where fn does nothing but call it, or run its forward; else fn."""
+    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, nn.Module):
+        kind = type(fn.__self__)
+        return fn.__self__ if fn.__func__ in (nn.Module.__call__, kind.__call__, kind.forward) else fn
+    return fn
+
+
 class Held:
     """What a function and its rule use besides their arguments: itself, or what is behind a method, a partial or a closure.
 
     A module may also hold others without registering them, as `self.shared = [module]`.
     """
 
-    __slots__ = ("generators", "modules", "registered", "roots")
+    __slots__ = ("generators", "loose", "modules", "registered", "roots")
 
     def __init__(self, fn: Any, rule: Any = None):
         self.roots: list[nn.Module] = []  # without what they are made of
         self.generators: list[torch.Generator] = []
+        self.loose: dict[int, Tensor] = {}
+        if isinstance(fn, OneCall):
+            if fn.also:
+                _look_behind(fn.also, 2, self)
+            fn = called_by(fn.fn)
         if isinstance(fn, nn.Module) and not (isinstance(fn, Around) and not isinstance(fn.fn, nn.Module)):
             self.roots.append(fn)
         else:
-            _look_behind(fn.fn if isinstance(fn, Around) else fn, _DEEP, self)
+            _look_behind(fn.fn if isinstance(fn, Around) else fn, _DEEP, self, self.loose)
         if rule is not None and rule.__dict__:
             _look_behind(list(rule.__dict__.values()), _DEEP, self)
         self.modules, known = parts(self.roots), len(self.roots)
+        attributes: dict[int, Any] = {}  # each once: modules of a net share their settings
         for module in self.modules:
             if not type(module).__module__.startswith("torch."):
                 for name, value in vars(module).items():
-                    if name not in STANDARD and not isinstance(value, _PLAIN):
-                        _look_behind(value, 2, self)
+                    if name not in STANDARD and type(value) not in _PLAINLY:
+                        attributes[id(value)] = value
+        for value in attributes.values():
+            _look_behind(value, 2, self)
         if len(self.roots) > known:
             self.modules = parts(self.roots)
+        if self.loose:
+            self.modules = [*self.modules, Loose(self.loose.values())]
         # whether all of them are registered in fn: then it uses them, as far as anybody can tell
         self.registered = self.roots == [fn] or (isinstance(fn, nn.Module) and set(self.modules) == set(parts([fn])))
 
@@ -146,29 +210,37 @@ def modules_of(fn: Any) -> list[nn.Module]:
     return Held(fn).modules
 
 
-def _look_behind(thing: Any, depth: int, found: Held) -> None:
-    todo, seen = [(thing, depth)], set()
+def _look_behind(thing: Any, depth: int, found: Held, loose: dict[int, Tensor] | None = None) -> None:
+    todo, seen = deque([(thing, depth)]), set()
     while todo:
-        thing, depth = todo.pop(0)
+        thing, depth = todo.popleft()
+        kind = type(thing)  # `isinstance` asks settings of Hugging Face for `__class__`, which takes them long
         if isinstance(thing, nn.Module):
             found.roots.append(thing)
-        elif isinstance(thing, torch.Generator):
+        elif issubclass(kind, torch.Generator):
             found.generators.append(thing)
-        elif depth and id(thing) not in seen and not isinstance(thing, _PLAIN):
+        elif loose is not None and kind is Tensor and _may_move(thing):
+            loose[id(thing)] = thing
+        elif depth and id(thing) not in seen and not issubclass(kind, _PLAIN):
             seen.add(id(thing))
-            todo += [(inner, depth - 1) for inner in _inside(thing)]
+            todo += [(inner, depth - 1) for inner in _inside(thing, kind) if loose is not None or type(inner) not in _PLAINLY]
 
 
-def _inside(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, types.MethodType):
+def _may_move(t: Tensor) -> bool:
+    plain = t.is_floating_point() and not t.requires_grad and t.layout is torch.strided and not t.is_inference()
+    return plain and t.nbytes <= _SMALL
+
+
+def _inside(thing: Any, kind: type) -> Iterable[Any]:
+    if kind is types.MethodType:
         return (thing.__self__, thing.__func__)
-    if isinstance(thing, functools.partial):
+    if issubclass(kind, functools.partial):
         return (thing.func, *thing.args, *thing.keywords.values())
-    if isinstance(thing, types.FunctionType):
+    if kind is types.FunctionType:
         cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]
         return (*cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
-    if isinstance(thing, (list, tuple)):
+    if issubclass(kind, (list, tuple)):
         return islice(thing, _MANY)
-    if isinstance(thing, dict):
+    if issubclass(kind, dict):
         return islice(thing.values(), _MANY)
     return getattr(thing, "__dict__", {}).values()

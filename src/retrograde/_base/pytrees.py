@@ -30,6 +30,14 @@ class Carried:
         """n/d of the stream and the rest of `out`; or that undone."""
         raise NotImplementedError
 
+    def noisy(self, out: Any, bits: int, depth: int) -> Any:
+        """What a layer has made, with reversible noise, in place of the stream."""
+        raise NotImplementedError
+
+    def without_noise(self, out: Any, bits: int, depth: int) -> Any:
+        """The stream as it was before that."""
+        raise NotImplementedError
+
     def outline(self) -> Any:
         """A tree of tensors that have the stream's shapes."""
         raise NotImplementedError

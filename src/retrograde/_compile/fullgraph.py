@@ -2,8 +2,8 @@
 
 Forward keeps the final streams. Backward goes down the list: run fn once more for its output and its gradient (`torch.func.vjp`),
 undo the update, go on. There are no hooks in a trace, and what the engine checks at run time is looked up in the trace itself
-(trace_check.py): a function that draws random numbers, edits what is not its own, or uses a tensor that needs a gradient and is
-neither its parameter nor its argument is refused, as its second run would be another or its gradient incomplete.
+(fullgraph_check.py): a function that draws random numbers, edits what is not its own, or uses a tensor that needs a gradient and
+is neither its parameter nor its argument is refused, as its second run would be another or its gradient incomplete.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from torch import Tensor
 from .. import errors
 from .._base.pytrees import tensors, unflatten
 from .._base.torch_private import at_end_of_backward, graph_task, keeps_graph, version_of
-from .._exact.streams import Form
+from .._base.vaults import cut
 from .call import Streams
 from .nodes import Place
 from .recompute import recompute
@@ -84,8 +84,7 @@ def _begin(run: Run, saved: list[Tensor]) -> Walk:
     """A new walk from the kept streams, for the graph task that is running."""
     rest, state = iter(saved), {}
     for name, count, spec in run.layout:
-        spec = spec.unchecked() if isinstance(spec, Form) else spec
-        state[name] = unflatten([next(rest).detach() for _ in range(count)], spec)
+        state[name] = unflatten([cut(next(rest)) for _ in range(count)], spec)
     at = 0 if run.keeps_sources else len(run.records)
     return _entered(run, Walk(run, state, run.context.side_again(rest), at), saved)
 
@@ -98,7 +97,7 @@ def _entered(run: Run, walk: Walk, saved: list[Tensor]) -> Walk:
         _enrol(walk)
         if saved and (run.scattered or torch.is_grad_enabled()):  # create_graph: later tasks may come without a Keep node
             count = sum(number for _, number, _ in run.layout)
-            run.stash = [(t.detach() if i < count else t, version_of(t)) for i, t in enumerate(saved)]
+            run.stash = [(cut(t) if i < count else t, version_of(t)) for i, t in enumerate(saved)]
         at_end_of_backward(partial(_end, run, task, keeps_graph()))
     return walk
 

@@ -54,7 +54,7 @@ def call(index: int, update: Update, state: Streams, sources: list[Any], side: M
                 out = update.fn(*sources, **kwargs)
     except Exception as error:
         where = errors.at(index, update)
-        error.add_note(f"raised by fn in {where}")
+        error.add_note(f"raised by fn in {where}" + (f", with takes={[*kwargs]}" if isinstance(error, TypeError) else ""))
         if "saved tensor hooks" in str(error):
             error.add_note("torch.func transforms inside fn need memory='store', or torch.autograd.grad in their place")
         if replaying() and not isinstance(error, (errors.RetrogradeError, torch.OutOfMemoryError)):

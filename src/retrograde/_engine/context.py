@@ -13,6 +13,7 @@ from .._base.function_modules import Held
 from .._base.generators import Draws, generators
 from .._base.pytrees import tensors
 from .._base.torch_private import tree_flatten, tree_unflatten
+from .._exact.choose import drifting
 from ..update import Program
 from .call import Streams
 from .module_state import ModuleState
@@ -28,11 +29,11 @@ class Context:
 
     def __init__(self, program: Program, held: list[Held], streams: Streams, side: Streams, verify: str):
         self.held = held  # by the functions
-        self.changing = program.changing
+        self.drifting = drifting(program, streams)
         own = [t for name in program.names for t in tensors(streams[name])]
         flat: list[Any]
         flat, self.side_spec = tree_flatten(side) if side else ([], None)
-        copies = _copies(flat, sum(t.nbytes for t in own) // _SHARE)
+        copies = _copies(flat, sum(t.nbytes for t in own) // _SHARE) if program.copies else {}
         if copies:
             flat = [copies.get(id(t), t) for t in flat]
             side = tree_unflatten(flat, self.side_spec)  # type: ignore[arg-type]

@@ -16,15 +16,16 @@ from torch import Tensor
 from .. import errors
 from .._base.cuda_graph import Drawn
 from .._base.lean import use_lean
-from .._base.pytrees import detached, each, flatten, tensors
+from .._base.pytrees import detached, each, tensors
 from .._base.torch_private import pop_hooks, push_hooks, version_of
+from .._base.vaults import vault
 from .._exact.sketch import strange, take, usable
-from .._exact.streams import Exact
+from .._exact.streams import Exact, noting, whole
 from ..update import Update
 from .backward import start, unpacker
 from .call import Streams, apply, call, fitting, observe, put_on, sources_of
 from .module_state import ModuleState
-from .nodes import Place, dead, keep, packer, vault
+from .nodes import Place, dead, keep, packer
 from .records import Record, Run
 
 _at_end = itemgetter(3)
@@ -59,6 +60,11 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
         finally:
             pop_hooks()
         modules.after(live)
+        if live and run.lowest is None:
+            run.lowest = record.number
+            if not run.keeps_sources:  # backward comes down to here: from here on streams note what updates lose
+                state.update({name: noting(value, True) for name, value in state.items()})
+                target = state[update.target]
         before = None if run.keeps_sources else detached(target)
         bought = run.purse is not None and run.purse.buys(record, record.where, tensors(before))
         if bought or not modules.repeatable:
@@ -66,15 +72,16 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
         record.meta = _shared(list(map(_look, live)), context.known)
         if versions != list(map(_at_end, record.meta)):
             record.stale = [j for j, version in enumerate(versions) if version != record.meta[j][3]]
-        if run.keeps_sources and not record.stale and record.values is None:
-            saved = [t.detach() for t in live]
+        early = run.keeps_sources and bool(live) and not record.stale and record.values is None
+        if early and verification is not None:
+            saved = [t.detach() for t in live]  # or they would keep graphs alive that are gone otherwise
     finally:
         live.clear()  # the graph holds on to the hook, and these hold on to the graph
         run.live = None
         use_lean(form)
     record.dead = dead(places)
     record.given = drawn if drawn is not None and drawn.kept else None
-    record.early = bool(saved) and not record.dead and record.given is None
+    record.early = early and not record.dead and record.given is None
     run.records.append(record)
     if run.keeps_sources:
         kept = dict(zip(update.sources, sources, strict=True))
@@ -103,13 +110,12 @@ def _new_record(run: Run, index: int, update: Update, sources: list[Any], state:
     context.modules.append(modules)
     if held.generators:
         context.draws.follow(held.generators)
-    rounded = (name for name in update.sources if name in context.changing and not isinstance(state[name], Exact))
     target = tensors(state[update.target]) if update.rule.saves else []
     return Record(
         index, len(run.records), update, modules,
         leaves=[(t.stride(), t.requires_grad) for value in sources for t in tensors(value)],
         target_leaves=[(t.stride(), t.requires_grad) for t in target],
-        drifts=not run.keeps_sources and next(rounded, None) is not None,
+        drifts=not run.keeps_sources and not context.drifting.isdisjoint(update.sources),
         lean=run.lean,
     )  # fmt: skip
 
@@ -160,18 +166,17 @@ def keep_finals(run: Run, state: Streams) -> None:
     touched = {**targets, **dict.fromkeys(chain.from_iterable(map(_sources, run.records)))}
     behind = _keep(run, {name: state[name] for name in touched})
     for name in targets:
-        state[name] = each(behind, state[name])
+        state[name] = each(behind, noting(state[name], False))
 
 
 def _keep(run: Run, saved: Streams) -> Callable[[Any], Any]:
     """Give `saved` and the side inputs to autograd; returns what puts a leaf behind the node that keeps them."""
-    run.lowest = next((number for number, record in enumerate(run.records) if record.meta), 0)
     devices = {device for meta in run.metas() for shape, _, device, _ in meta if len(shape)}
     devices |= {t.device for value in saved.values() for t in tensors(value)}
     run.scattered = len(devices) > 1
     kept: list[Tensor] = []
     for name, value in saved.items():
-        flat, spec = flatten(value)
+        flat, spec = whole(value)
         run.layout.append((name, len(flat), spec))
         run.watched += [(f"the stream {name!r}", weakref.ref(t), version_of(t)) for t in flat]
         kept += flat

@@ -85,8 +85,9 @@ class ModuleState:
         self._whole, self._before, self._snapshots, self.called = (), now, (), None
 
     def tensors(self) -> list[Tensor]:
-        """The parameters and buffers that are there before fn runs."""
-        return [t for t in self._before.values if t is not None and not nn.parameter.is_lazy(t)]
+        """The parameters and buffers that are there, whoever runs, and those that fn has moved."""
+        found = [t for t in self._before.values if t is not None and not nn.parameter.is_lazy(t)]
+        return [*found, *(b for _, _, b, _ in self.moved)]
 
     def _compare(self, now: Slots) -> None:
         """What fn itself has changed."""

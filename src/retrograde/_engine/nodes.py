@@ -13,19 +13,6 @@ from .._base.torch_private import keeps_graph, quick_apply
 from .._base.tracing import untraced
 
 
-class Vault(torch.autograd.Function):
-    """A node that does nothing but have autograd keep `saved`; alive as long as what it returns."""
-
-    @staticmethod
-    def forward(ctx: Any, anything: Tensor, saved: list[Tensor]) -> Tensor:
-        ctx.save_for_backward(*saved)
-        return anything.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[None, None]:
-        return None, None
-
-
 class Keep(torch.autograd.Function):
     """The identity, on each output of a run: keeps the vault alive and starts the walk in backward."""
 
@@ -58,15 +45,9 @@ class Source(torch.autograd.Function):
         return None, None
 
 
-_vault = quick_apply(Vault)  # here no transform is ever around
-keep = quick_apply(Keep)
+keep = quick_apply(Keep)  # here no transform is ever around
 _NOTHING = torch.empty(0, requires_grad=True)
 _source = quick_apply(Source)
-
-
-def vault(saved: list[Tensor]) -> Tensor:
-    """A tensor that keeps these alive, as autograd's saved tensors."""
-    return _vault(torch.empty(0, requires_grad=True), saved)
 
 
 def source(t: Tensor) -> Tensor:

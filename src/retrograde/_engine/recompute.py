@@ -59,12 +59,12 @@ def recompute(walk: Walk, record: Record, whole: bool = False) -> list[Tensor | 
             values = list(store)
             store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
             use_lean(form)
-    if stopped:
-        if list(map(_look, values)) != record.meta:  # somebody who only looks on may have saved tensors as well
-            return recompute(walk, record, whole=True)
-    elif difference:
+    same = list(map(_look, values)) == record.meta
+    if stopped and not same:  # somebody who only looks on may have saved tensors as well
+        return recompute(walk, record, whole=True)
+    if difference and not stopped:
         raise errors.other_path(record.where, difference)
-    if record.dead or list(map(_look, values)) != record.meta:
+    if record.dead or not same:
         values = [t.detach() for t in values]  # they would keep the graph
         values = _by_number(record, values, dead(places))
         _check_captured(record, [sources, walk.side, swap.put_in], values)

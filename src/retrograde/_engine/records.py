@@ -80,7 +80,7 @@ class Run:
         self.watched: list[tuple[str, weakref.ref[Tensor], int]] = []  # the vault's tensors, to name one that was edited
         self.walks: dict[int, Walk] = {}  # by graph task
         self.thread = threading.get_ident()
-        self.lowest = 0  # the first update that saved anything
+        self.lowest: int | None = None  # the first update that saved anything
         self.scattered = False  # over several devices, where the order of backward is not promised
 
     def metas(self) -> Iterable[Sequence[Any]]:

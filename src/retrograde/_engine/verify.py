@@ -98,7 +98,7 @@ class Verification:
     def note_saved(self, record: Any, saved: Sequence[Tensor], others: Iterable[Tensor]) -> None:
         """The sketch of what fn has saved, where the recomputation stops before fn returns. The others are not made by fn."""
         foreign = {home_of(t) for t in others}
-        record.own = [j for j, t in enumerate(saved) if sketchable(t) and home_of(t) not in foreign]
+        record.own = [j for j, t in enumerate(saved) if home_of(t) not in foreign and sketchable(t)]
         record.row = take(record.index, seen(saved, record.own), self.first)
 
     def compare_saved(self, record: Any, saved: Sequence[Any]) -> None:

@@ -32,10 +32,10 @@ def exact_streams(name: str, program: Any, streams: dict[str, Any], held: Sequen
 
     "auto": all that can be, if some fn computes in 16 bits, or if undoing divides a stream and rounding errors with it.
     """
-    if name == "float":
-        return {}
     targets = targets_of(program)
-    if name == "auto":
+    if name == "float" and not targets.lossy:
+        return {}
+    if name == "auto" and not targets.lossy:
         fits = _real if targets.multiplied else _short if _sixteen_bits(program, streams, held) else None
         return {t: targets.exact[t] for t in targets.exact if fits is not None and all(map(fits, tensors(streams[t])))}
     if targets.beyond:
@@ -49,6 +49,17 @@ def exact_streams(name: str, program: Any, streams: dict[str, Any], held: Sequen
     return targets.exact
 
 
+def drifting(program: Any, state: dict[str, Any]) -> set[str]:
+    """The streams that undoing recovers with rounding errors: those that are not carried exactly, and those made of them."""
+    found = {name for name in program.changing if not isinstance(state[name], Exact)}
+    grew = bool(found) and found != program.changing
+    while grew:
+        more = {update.target for update in program.updates if not found.isdisjoint(update.sources)} - found
+        grew = bool(more)
+        found |= more
+    return found
+
+
 class Targets(NamedTuple):
     """Of a program: the streams that exact arithmetic can carry, and whether each is multiplied; the first update that it cannot
     follow, and why; all streams that are multiplied."""
@@ -56,6 +67,7 @@ class Targets(NamedTuple):
     exact: dict[str, bool]
     beyond: tuple[int, str] | None
     multiplied: set[str]
+    lossy: bool  # some rule needs streams that are carried exactly, whatever the arithmetic
 
 
 def targets_of(program: Any) -> Targets:
@@ -88,7 +100,8 @@ def _targets(updates: Sequence[Any]) -> Targets:
             first = first or (index, why)
             beyond.add(target)
     multiplied = {update.target for update in updates if (update.rule.linear or (1,))[0] != 1}
-    return Targets({target: product for target, product in found.items() if target not in beyond}, first, multiplied)
+    exact = {target: product for target, product in found.items() if target not in beyond}
+    return Targets(exact, first, multiplied, any(update.rule.loses for update in updates))
 
 
 def refuse_growth(program: Any, indices: Sequence[int], state: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ class Ledger:
     def __init__(self, updates: Sequence[Any], streams: Sequence[str]):
         self.updates, self.streams = updates, streams
         self.index = len(updates)
+        self.noisy = any(update.rule.loses for update in updates)
         self.strange = False  # NaN or inf has come up
         self.warned = False  # of values that are too small for the grid
         self.flags: dict[torch.device, Tensor] = {}  # on each device, one for each value of `index`
@@ -41,7 +42,7 @@ class Ledger:
             if size <= LIMIT:
                 if 0 < size < 2.0 ** (12 - bits) and not self.warned:
                     self.warned = True
-                    warnings.warn(errors.small_values(self.name(self.index), size, 2.0**-bits), stacklevel=2)
+                    warnings.warn(errors.small_values(self.name(self.index), size, 2.0**-bits, self.noisy), stacklevel=2)
                 return t
         beyond = value.isfinite().logical_and_(value.abs() > _EDGE)
         if told and value.device.type == "cpu":
@@ -91,5 +92,5 @@ class Ledger:
     def error(self, index: int, reached: float | None = None) -> errors.OutOfRange:
         if index < len(self.updates):
             update = self.updates[index]
-            return errors.out_of_range(errors.at(index, update), update.target, LIMIT, reached)
-        return errors.input_out_of_range(self.name(index), LIMIT)
+            return errors.out_of_range(errors.at(index, update), update.target, LIMIT, reached, self.noisy)
+        return errors.input_out_of_range(self.name(index), LIMIT, self.noisy)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .._base.torch_private import set_grad
 from .sketch import usable
 
 _MOST = 1 << 22  # elements of the last tensor
@@ -26,19 +28,35 @@ def seen(saved: Sequence[Tensor], own: Sequence[int]) -> list[Tensor]:
 
     All that fn computed in a chain is in the last one; the samples are for what runs beside it.
     """
-    made = [saved[j].detach() for j in own]
-    if not made:
+    if not own:
         return []
-    last = made.pop()
-    rows = last.reshape(-1, last.shape[-1]) if last.numel() > _MOST else last
-    samples = [[_sample(t) for t in made if t.is_floating_point() is floats] for floats in (True, False)]
-    return [rows[:: -(-last.numel() // _MOST)] if rows is not last else last, *(torch.cat(some) for some in samples if some)]
+    grad = torch.is_grad_enabled()
+    set_grad(False)  # quicker than to detach all of them
+    try:
+        last = saved[own[-1]].detach()
+        rows = last.reshape(-1, last.shape[-1]) if last.numel() > _MOST else last
+        kinds: tuple[list[Tensor], list[Tensor]] = [], []
+        for j in own[:-1]:
+            kinds[not saved[j].is_floating_point()].append(_sample(saved[j]))
+        return [rows[:: -(-last.numel() // _MOST)] if rows is not last else last, *(torch.cat(some) for some in kinds if some)]
+    finally:
+        set_grad(grad)
 
 
 def _sample(t: Tensor) -> Tensor:
     """Some of its elements, along a diagonal of its longer dimensions."""
-    long = [(size, stride) for size, stride in zip(t.shape, t.stride(), strict=True) if size >= _SOME]
-    if not long:
-        return t.flatten()[:_SOME]
-    step = sum(size // _SOME * stride for size, stride in long)
-    return t.as_strided((_SOME,), (step,), t.storage_offset())
+    found = _diagonal(t.shape, t.stride())
+    return t.flatten()[:_SOME] if found is None else t.as_strided(*found, t.storage_offset())
+
+
+@functools.lru_cache(1024)
+def _diagonal(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int], tuple[int]] | None:
+    """Size and stride of that; None where no dimension is long, and elements are not dense."""
+    long = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size >= _SOME]
+    if long:
+        return (_SOME,), (sum(size // _SOME * stride for size, stride in long),)
+    count, dense = 1, True
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        dense = dense and (size == 1 or stride == count)
+        count *= size
+    return ((min(_SOME, count),), (max(1, count // _SOME),)) if dense else None

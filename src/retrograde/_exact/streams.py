@@ -13,6 +13,7 @@ Streams of float64 have a finer grid, 2^-35, and take the plain path.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,26 +21,44 @@ from torch import Tensor
 
 from .._base.pytrees import Carried, flatten, unflatten
 from .._base.torch_private import TreeSpec, register_pytree_node
+from .._base.vaults import opened, vault
 from . import cuda as fused
+from .noise import Noise, recovered, replaced
 from .range import GRID, Ledger
 
 FINE = 35  # bits behind the point, for float64
 
 
 class Form:
-    """How a stream is carried: its tree, and for each leaf its dtype and "wide", "split", "kept", or "plain" (whole numbers)."""
+    """How a stream is carried: its tree, and for each leaf its dtype and "wide", "split", "kept", or "plain" (whole numbers).
 
-    __slots__ = ("kinds", "ledger", "spec")
+    `lost` is what undoing needs besides, a stack: (what the last update lost, in a vault; the stack below). None: nobody undoes.
+    """
 
-    def __init__(self, kinds: list[tuple[torch.dtype, str]], spec: TreeSpec | None, ledger: Ledger | None):
+    __slots__ = ("kinds", "ledger", "lost", "spec")
+
+    def __init__(self, kinds: list[tuple[torch.dtype, str]], spec: TreeSpec | None, ledger: Ledger | None, lost: Any = None):
         self.kinds, self.spec, self.ledger = kinds, spec, ledger
-
-    def unchecked(self) -> Form:
-        """For backward, which meets the values of the forward pass: nobody looks at their range again."""
-        return Form(self.kinds, self.spec, None)
+        self.lost: Any = lost
 
     def stream(self, made: list[Tensor]) -> Exact:
         return Exact(made, self)
+
+    def losing(self, lost: Any) -> Form:
+        return Form(self.kinds, self.spec, self.ledger, lost)
+
+
+class Kept(NamedTuple):
+    """The form of a stream of which autograd keeps everything."""
+
+    form: Form  # without what was lost, and without a ledger: nobody looks at its range again
+    first: int  # of the tensors that was lost
+
+    def stream(self, made: list[Tensor]) -> Exact:
+        lost: Any = ()
+        for t in reversed(made[self.first :]):
+            lost = t, lost
+        return Exact(made[: self.first], self.form.losing(lost))
 
 
 class Note(NamedTuple):
@@ -135,6 +154,28 @@ class Exact(Carried):
             made += [total if ledger is None else ledger.within(total, _bits(dtype)), rest]
         return Exact(made, self.form)
 
+    def noisy(self, out: Any, bits: int, depth: int) -> Exact:
+        """What a layer has made of its source, with reversible noise (noise.py), in place of the stream."""
+        form, made = self.form, []
+        lost: list[Tensor] | None = None if form.lost is None else []
+        for own, layer, source, noise in self._noises(out, bits, depth):
+            made += replaced(own, layer, source, noise, lost)
+        return Exact(made, form.losing((vault(lost), form.lost)) if lost else form)
+
+    def without_noise(self, out: Any, bits: int, depth: int) -> Exact:
+        """The stream that `noisy` was given."""
+        last, below = self.form.lost
+        parts = zip(self._noises(out, bits, depth), opened(last), strict=True)
+        made = [t for (own, layer, source, noise), kept in parts for t in recovered(own, layer, source, noise, kept)]
+        return Exact(made, self.form.losing(below))
+
+    def _noises(self, out: Any, bits: int, depth: int) -> Iterator[tuple[list[Tensor], Tensor, Tensor, Noise]]:
+        *both, seed = out
+        layers, sources = ([one] if self.form.spec is None else self.form.spec.flatten_up_to(one) for one in both)
+        for number, (dtype, _, own) in enumerate(self.leaves()):
+            noise = Noise(seed, depth << 16 | number, bits, _bits(dtype), self.form.ledger)
+            yield own, layers[number], sources[number], noise
+
 
 register_pytree_node(Exact, lambda stream: (stream.made, stream.form), lambda made, form: form.stream(list(made)))
 
@@ -172,6 +213,25 @@ def carried(value: Any, ledger: Ledger, keeps: bool = False) -> Exact:
             if keeps:
                 made.append(torch.zeros_like(made[-1], dtype=torch.int64, requires_grad=False))
     return Exact(made, Form(kinds, spec, ledger))
+
+
+def noting(value: Any, on: bool) -> Any:
+    """The stream, which from here on notes what updates lose, or does not."""
+    if not isinstance(value, Exact):
+        return value
+    return Exact(value.made, value.form.losing((value.form.lost or ()) if on else None))
+
+
+def whole(value: Any) -> tuple[list[Tensor], Any]:
+    """All tensors of a stream, also what its updates have lost, and what makes a stream of them again."""
+    flat, spec = flatten(value)
+    if not isinstance(spec, Form):
+        return flat, spec
+    lost, rest = [], spec.lost
+    while rest:
+        last, rest = rest
+        lost.append(last)
+    return [*flat, *lost], Kept(Form(spec.kinds, spec.spec, None), len(flat))
 
 
 def read(value: Any) -> Any:

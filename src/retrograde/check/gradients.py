@@ -225,8 +225,11 @@ def _parameters_of(update: Update, names: dict[int, str]) -> list[str]:
 
 
 def _noise(t: Tensor) -> float:
-    """Gradients this much smaller than all of them together are rounding errors, like that of a bias before a BatchNorm."""
-    return min(10 * torch.finfo(t.dtype).eps / tolerance(t), 0.05)
+    """Gradients this much smaller than all of them together are rounding errors, like that of a bias before a BatchNorm.
+
+    Where the rows of a batch are alike, a norm makes much of their differences: hence a thousandth at least.
+    """
+    return min(max(10 * torch.finfo(t.dtype).eps / tolerance(t), 1e-3), 0.05)
 
 
 # -- drift -------------------------------------------------------------------------------------------------------------

@@ -33,15 +33,15 @@ _MISSING = object()
 def python_states() -> dict[str, Any]:
     """The states of Python's and numpy's global generators, as something that can be compared."""
     states: dict[str, Any] = {"Python's random": random.getstate()}
-    if "numpy.random" in sys.modules:
-        states["numpy's global generator"] = pickle.dumps(sys.modules["numpy.random"].get_state(legacy=False))
+    if numpy := sys.modules.get("numpy"):  # its random module is loaded by the first use, which may come in a fn
+        states["numpy's global generator"] = pickle.dumps(numpy.random.get_state(legacy=False))
     return states
 
 
 def put_back_python(states: dict[str, Any]) -> None:
     random.setstate(states["Python's random"])
     if "numpy's global generator" in states:
-        sys.modules["numpy.random"].set_state(pickle.loads(states["numpy's global generator"]))
+        sys.modules["numpy"].random.set_state(pickle.loads(states["numpy's global generator"]))
 
 
 @dataclass

@@ -6,75 +6,16 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "BudgetTooSmall",
-    "Edited",
-    "EditedInBackward",
-    "Freed",
-    "NotRepeated",
-    "OffloadError",
-    "OutOfRange",
-    "ProgramError",
-    "ReplayError",
-    "RetrogradeError",
-    "TrainingError",
-]
-
-
-class RetrogradeError(Exception):
-    """Base of all errors that this library raises on purpose. `where` names the update, if it is about one."""
-
-    def __init__(self, message: str, where: str | None = None):
-        super().__init__(f"{where}: {message}" if where else message)
-        self.where = where
-
-
-class ProgramError(RetrogradeError, ValueError):
-    """The updates, the streams, the side inputs or an argument do not fit together."""
-
-
-class BudgetTooSmall(ProgramError):
-    """A budget in which no function can run. `least` is what the updates so far need."""
-
-    def __init__(self, limit: int, least: int, where: str):
-        super().__init__(
-            f"rg.Budget({limit}) is too small: with nothing stored this takes {least} bytes, for the streams, their gradients "
-            "and what fn saves. Give at least that, or use smaller inputs",
-            where,
-        )
-        self.least = least
-
-
-class Edited(ProgramError):
-    """fn has edited what it was given."""
-
-
-class OutOfRange(RetrogradeError, ArithmeticError):
-    """A stream has left the range of exact arithmetic."""
-
-
-class ReplayError(RetrogradeError, RuntimeError):
-    """Backward cannot repeat the forward pass, so its gradients would be wrong."""
-
-
-class NotRepeated(ReplayError):
-    """fn, or what it holds, is not what it was in the forward pass."""
-
-
-class EditedInBackward(ReplayError):
-    """The backward pass of fn has edited a recovered stream."""
-
-
-class Freed(ReplayError):
-    """What backward would start from is gone."""
-
-
-class OffloadError(RetrogradeError, RuntimeError):
-    """Host memory that `memory="offload"` needs is not to be had."""
-
-
-class TrainingError(RetrogradeError):
-    """Settings, data or a checkpoint that `retrograde train` cannot use, or a run that cannot go on."""
+from .kinds import (
+    Edited,
+    EditedInBackward,
+    Freed,
+    NotRepeated,
+    OffloadError,
+    OutOfRange,
+    ProgramError,
+    ReplayError,
+)
 
 
 def at(index: int, update: object) -> str:
@@ -85,21 +26,24 @@ def unknown(what: str, got: object, known: Iterable[object]) -> ProgramError:
     return ProgramError(f"unknown {what} {got!r}; known: {', '.join(map(str, known))}")
 
 
-def out_of_range(where: str, name: str, limit: float, reached: float | None) -> OutOfRange:
+def out_of_range(where: str, name: str, limit: float, reached: float | None, noisy: bool) -> OutOfRange:
     size = "" if reached is None else f" (at {reached:.6g})"
+    way = _NO_NOISE if noisy else "arithmetic='float', with memory='checkpoint' if rg.check.gradients reports drift"
     return OutOfRange(
         f"the stream {name!r} left the range of exact arithmetic, ±{limit:.0f}{size}. Usually the net is diverging: lower the "
-        "learning rate, or put a norm at the start of fn. If such values are intended, scale the stream, or use "
-        "arithmetic='float', with memory='checkpoint' if rg.check.gradients reports drift",
+        f"learning rate, or put a norm at the start of fn. If such values are intended, scale the stream, or use {way}",
         where,
     )
 
 
-def input_out_of_range(name: str, limit: float) -> OutOfRange:
+def input_out_of_range(name: str, limit: float, noisy: bool) -> OutOfRange:
     return OutOfRange(
         f"the stream {name!r} was given with values beyond the range of exact arithmetic, ±{limit:.0f}. Scale the input, or use "
-        "arithmetic='float'"
+        + (_NO_NOISE if noisy else "arithmetic='float'")
     )
+
+
+_NO_NOISE = "bits=None, which trains without noise, and memory='checkpoint' or 'offload'"
 
 
 def too_deep(where: str, error: float) -> ProgramError:
@@ -111,10 +55,10 @@ def too_deep(where: str, error: float) -> ProgramError:
     )
 
 
-def small_values(name: str, size: float, unit: float) -> str:
+def small_values(name: str, size: float, unit: float, noisy: bool) -> str:
     return (
         f"no value of the stream {name!r} is above {size:.1e}, and exact arithmetic rounds to multiples of {unit:.1e}: "
-        "precision is lost. Scale the stream, or use arithmetic='float'"
+        "precision is lost. Scale the stream, or use " + (_NO_NOISE if noisy else "arithmetic='float'")
     )
 
 
