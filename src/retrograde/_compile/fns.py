@@ -33,8 +33,9 @@ def compile_fns(net: Any, *, lean: float = 0.3, backend: Any = "inductor", dynam
     if not isinstance(lean, (int, float)) or not 0 <= lean <= 1:
         raise ProgramError(f"lean is a share of what a function saves, between 0 and 1, got {lean!r}")
     if not hasattr(net, "functions"):
+        kind = type(net).__name__
         way_out = "Give the one inside of it" if isinstance(net, nn.Module) else "Make one of your functions"
-        raise ProgramError(f"compile_fns takes an rg.Reversible or rg.ReversibleSequence, got a {type(net).__name__}. {way_out}")
+        raise ProgramError(f"compile_fns takes an rg.Sequential, rg.ReversibleSequence or rg.Reversible, got a {kind}. {way_out}")
     compiled: dict[type, tuple[Any, Any]] = {}
     for fn in compiled_parts(net.functions()):
         if not isinstance(fn, nn.Module):
