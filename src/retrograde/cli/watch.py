@@ -37,8 +37,10 @@ class Watch:
 
     def title(self) -> str:
         s = self.settings
-        net = "one stream" if s.streams == 1 else f"{s.streams} reversible streams, memory {s.memory}"
-        return f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters, {net}"
+        net = f"{s.streams} reversible streams" if s.streams > 1 else "one stream" + (f" with {s.bits} bits" if s.bits else "")
+        return (
+            f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters, {net}, memory {s.memory}"
+        )
 
     def hear(self, what: str, record: dict[str, Any]) -> None:
         getattr(self, f"_{what}")(record)
