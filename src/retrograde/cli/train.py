@@ -55,7 +55,8 @@ class Options:
     streams: Number = None
     """Streams of the reversible net (3); 1 is an ordinary residual net of the same size."""
     bits: Number = None
-    """With --streams 1: train the ordinary net reversibly, by a little noise and so many kept bits (1 to 8; 4 is a good start)."""
+    """With --streams 1: train the ordinary net reversibly, by a little noise and so many kept bits (1 to 8; 4 is a good
+    start)."""
     dropout: Real = None
     """Dropout on the output of attention and MLPs (0, 0.2)."""
     batch: Number = None

@@ -37,7 +37,9 @@ class Watch:
 
     def title(self) -> str:
         s = self.settings
-        net = f"{s.streams} reversible streams" if s.streams > 1 else "one stream" + (f" with {s.bits} bits" if s.bits else "")
+        noise = f" with {s.bits} bits" if s.bits else ""
+        net = f"one stream{noise}" if s.streams == 1 else f"{s.streams} reversible streams"
+        sizes = f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters"
         return (
             f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters, {net}, memory {s.memory}"
         )
