@@ -40,9 +40,7 @@ class Watch:
         noise = f" with {s.bits} bits" if s.bits else ""
         net = f"one stream{noise}" if s.streams == 1 else f"{s.streams} reversible streams"
         sizes = f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters"
-        return (
-            f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters, {net}, memory {s.memory}"
-        )
+        return f"{sizes}, {net}, memory {s.memory}"
 
     def hear(self, what: str, record: dict[str, Any]) -> None:
         getattr(self, f"_{what}")(record)

@@ -174,7 +174,7 @@ class Trainer:
             return model(tokens_BL[:, :-1], tokens_BL[:, 1:])
 
     def seed(self, piece: int) -> None:
-        """What dropout and reversible noise draw follows from seed, step and part of the batch, not from what was drawn before or by whom."""
+        """What dropout and noise draw follows from seed, step and part of the batch, and from nothing drawn before."""
         s = self.settings
         if s.dropout or s.bits:
             number = (s.seed * 1_000_003 + self.step) * self.parallel.world * s.accumulate + self.part(piece)
