@@ -18,7 +18,7 @@ from .._engine import call as calls
 from .._engine.replay import replaying
 from .._exact.streams import read
 from ..errors import RetrogradeError, at
-from ..rules import Add, Affine, Inverted, Momentum
+from ..rules import by_user
 from ..update import Update
 from .lines import Line, Tracer, parting, totals
 from .plain_state import Change, Plain, python_states
@@ -176,8 +176,7 @@ class Pass:
 
 def _missed(update: Update, target: Any, out: Any) -> float | None:
     """How far `undo(apply(target, out), out)` is from the target, for rules that are not ours."""
-    rule = update.rule.rule if isinstance(update.rule, Inverted) else update.rule
-    if type(rule) in (Add, Affine, Momentum) or update.rule.mismatch(target, out):
+    if not by_user(update.rule) or update.rule.mismatch(target, out):
         return None
     target = tree_map(lambda t: t.detach().clone(), read(target))
     with torch.no_grad():
