@@ -55,14 +55,14 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Embedding, blocks, head; as a case wants it, ordinary layers, with a context from an encoder, shared or unused weights."""
 
-    def __init__(self, context=False, shared=False, unused=False, drop_in=False, ordinary=False):
+    def __init__(self, context=False, shared=False, unused=False, drop_in=False, ordinary=False, bits=None):
         super().__init__()
         make = WithContext if context else branch
         self.first = nn.Linear(WIDTH, WIDTH)
         self.encoder = nn.Linear(WIDTH, WIDTH) if context else None
         blocks = [(make(), make()) for _ in range(1 if shared else 3)] * (3 if shared else 1)
         if ordinary:
-            self.net = rg.Sequential([Layer(make) for _ in range(4)], memory="store")
+            self.net = rg.Sequential([Layer(make) for _ in range(4)], bits=bits, memory="store")
         elif drop_in:
             self.net = nuwa.ReversibleSequence(blocks, {"context": [(context, context)] * 3})
         else:
@@ -203,6 +203,10 @@ CASES = {
     "ddp, ordinary layers": lambda r, m: ddp(r, of_layers(m), context=True, ordinary=True),
     "fsdp, ordinary layers": lambda r, m: sharded(r, of_layers(m), "blocks", context=True, ordinary=True),
     "fsdp, mixed precision, ordinary layers": lambda r, m: sharded(r, of_layers(m), "blocks", policy=HALF, ordinary=True),
+    "ddp, noise": lambda r, m: ddp(r, m, context=True, ordinary=True, bits=4),
+    "ddp, noise, no_sync": lambda r, m: ddp(r, m, accumulate=2, ordinary=True, bits=4),
+    "fsdp, noise": lambda r, m: sharded(r, m, "blocks", context=True, ordinary=True, bits=4),
+    "fsdp, mixed precision, noise": lambda r, m: sharded(r, m, "blocks", policy=HALF, ordinary=True, bits=4),
     "fsdp, mixed precision, root": lambda r, m: sharded(r, m, "root", policy=HALF),
 }
 OTHERS = {"checkpoint": "checkpoint", "offload": "offload", "StoreLast(2)": rg.StoreLast(2), "Budget": rg.Budget(8000)}

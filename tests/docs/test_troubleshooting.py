@@ -7,7 +7,7 @@ from support import ROOT
 
 SOURCE = ROOT / "src" / "retrograde"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-FOLDERS = (".", "errors", "_base", "_exact", "_memory", "_engine", "_compile", "compat", "models", "training")
+FOLDERS = (".", "errors", "_base", "_exact", "_memory", "_engine", "ordinary", "_compile", "compat", "models", "training")
 FILES = [path for folder in FOLDERS for path in sorted((SOURCE / folder).glob("*.py"))]
 CLASSES = {
     "RetrogradeError",

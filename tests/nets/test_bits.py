@@ -7,7 +7,10 @@ from support import every_pair, loss_of, name_of, rg
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from retrograde._base.function_modules import Noised
+from retrograde._engine.run import instead
 from retrograde._exact.noise import new_seed, signs
+from retrograde.rules import Noisy
 
 BITS = range(1, 9)
 
@@ -64,6 +67,45 @@ def test_trees(memory):
     for net.memory in (memory, "store"):
         found.append(gradients(net, x))
     assert_equal(*found)
+
+
+def test_leaves_have_signs_of_their_own():
+    net, x = rg.Sequential([nn.Identity()], bits=1), draw(100)
+    net[0].forward = lambda x: tree_map(lambda t: t + 1, x)
+    a, b = net({"a": x, "b": x + 0}).values()
+    assert not torch.equal(a, b)
+    torch.testing.assert_close((a - x - 1).abs(), (b - x - 1).abs())
+
+
+def test_nets_side_by_side():
+    """In one program: streams that are not connected are undone each by itself."""
+    left, right = sequential(4), sequential(4)
+    for layer in right[:2]:
+        layer.requires_grad_(False)
+    updates = [
+        rg.Update(names[(depth + 1) % 2], Noised(net[depth]), (names[depth % 2], "seed"), rule=Noisy(3, depth))
+        for depth in range(4)
+        for net, names in ((left, "ab"), (right, "cd"))
+    ]
+    x, seed = torch.randn(ROWS, WIDTH), new_seed(None)
+    found = []
+    for memory in ("reverse", "store"):
+        torch.manual_seed(1)
+        out = rg.run(updates, dict.fromkeys("abcd", x) | {"seed": seed}, memory=memory)
+        wanted = [p for p in (*left.parameters(), *right.parameters()) if p.requires_grad]
+        found.append(torch.autograd.grad(loss_of([out["a"], out["c"]]), wanted))
+    assert_equal(*found)
+    with pytest.raises(rg.ProgramError, match="needs bits that only backward has"):
+        rg.invert(updates, dict.fromkeys("abcd", x) | {"seed": seed})
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "auto"])
+def test_no_arithmetic_is_too_coarse(arithmetic):
+    """Whatever a program is told to run with, as by `retrograde check --arithmetic`: noise needs the grid."""
+    net, x = sequential(4, bits=2, memory="reverse"), draw()
+    true = gradients(net, x)
+    with instead(arithmetic=arithmetic):
+        assert_equal(gradients(net, x), true)
 
 
 def test_no_elements_and_odd_numbers_of_them():
@@ -238,6 +280,8 @@ def test_bits_may_be_set_at_any_time():
     noisy = net(x)
     assert not torch.equal(noisy, plain)
     torch.testing.assert_close(noisy, plain, rtol=0, atol=0.1)
+    net.bits = 1
+    assert (net(x) - plain).abs().mean() > 10 * (noisy - plain).abs().mean()
     net.bits = None
     assert torch.equal(net(x), plain)
 

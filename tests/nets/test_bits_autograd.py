@@ -115,6 +115,23 @@ def test_bits_leave_as_the_net_runs():
     assert of_bits == ["first", "pack"] * 3 + ["again", "unpack"] * 3
 
 
+@pytest.mark.parametrize(("memory", "reversed_layers"), [(rg.Anchor(4), 6), (rg.StoreLast(2), 4), ("checkpoint", 0)])
+def test_bits_are_kept_once(memory, reversed_layers):
+    """And for the layers alone that are reversed."""
+    bytes_of = []
+
+    def pack(t):
+        bytes_of.append(t.nbytes if t.dtype is torch.uint8 else 0)
+        return t
+
+    net, x = rg.Sequential([nn.Tanh() for _ in range(6)], bits=2, memory=memory), draw()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = net(x)
+    assert sum(bytes_of) == reversed_layers * x.numel() // 4
+    assert sum(size > 0 for size in bytes_of) == reversed_layers
+    out.sum().backward()
+
+
 def test_a_budget_counts_the_bits():
     with pytest.raises(rg.BudgetTooSmall) as few:
         gradients(sequential(8, bits=1, memory=rg.Budget(100)), draw(64, WIDTH))
@@ -340,6 +357,17 @@ def test_hidden_state_is_reported():
         rg.NotRepeated, match=r"update 1: x = Counts\(x', seed\): when backward ran fn again, it returned something"
     ):
         gradients(rg.Sequential(layers, bits=4, memory="reverse"), draw())
+
+
+def test_checks():
+    x = torch.randn(4, WIDTH)
+    net = sequential(4, bits=4, memory="reverse")
+    assert rg.check.gradients(net, x).ok
+    assert rg.check.drift(net, x).gradient_error == 0
+    net = rg.Sequential([Layer(), Counts(), Layer()], bits=4, memory="reverse")
+    found = rg.check.gradients(net, x)
+    assert not found.ok
+    assert "Counts" in str(found)
 
 
 @pytest.mark.parametrize("setting", ["float32", "bfloat16"])

@@ -41,13 +41,13 @@ def compile_fns(net: Any, *, lean: float = 0.3, backend: Any = "inductor", dynam
             raise ProgramError(f"compile_fns compiles modules in place, and {fn!r} is none. Use torch.compile on it")
         kind = type(fn)
         if kind not in compiled:  # functions of one class share what is compiled
-            pair = [torch.compile(_caller(), backend=_saving(backend, share), dynamic=dynamic) for share in (None, lean)]
+            pair = [torch.compile(caller(), backend=saving(backend, share), dynamic=dynamic) for share in (None, lean)]
             compiled[kind] = pair[0], pair[1]
         fn._compiled_call_impl = Forms(fn, *compiled[kind])  # type: ignore[assignment]
     return net
 
 
-def _caller() -> Callable[..., Any]:
+def caller() -> Callable[..., Any]:
     """A function of its own, as torch.compile counts what it has compiled by code object."""
     code = _call.__code__.replace(co_name="call")
     return types.FunctionType(code, _call.__globals__, "call")
@@ -57,7 +57,7 @@ def _call(fn: Any, *args: Any, **kwargs: Any) -> Any:
     return fn._call_impl(*args, **kwargs)
 
 
-def _saving(backend: Any, share: float | None) -> Callable[..., Any]:
+def saving(backend: Any, share: float | None) -> Callable[..., Any]:
     """The backend, partitioning into forward and backward so that this share is saved between them."""
 
     def compile_graph(graph: Any, inputs: Any) -> Any:

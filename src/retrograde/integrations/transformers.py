@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from .._engine.verify import Verify
 from .._exact.choose import Arithmetic
 from ..errors import ProgramError
 from ..memory import Memory
 from ._checkpointing import checkpoint_
+from ._exchange import Exchanged, become
 from ._families import stack_in
+from ._noise import noisy_
 from ._stack import Calls, Stack
 from .retrofit import Retrofit
 
@@ -24,7 +26,15 @@ _log = logging.getLogger("retrograde")
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def reversible_(model: Model, *, memory: Memory = "reverse", arithmetic: Arithmetic = "auto", beta: float | None = None) -> Model:
+def reversible_(
+    model: Model,
+    bits: int | None = None,
+    *,
+    memory: Memory = "reverse",
+    arithmetic: Arithmetic = "auto",
+    verify: Verify = "error",
+    beta: float | None = None,
+) -> Model:
     """Re-wire the layers of a model of Hugging Face into a two-stream reversible net, in place, and return the model.
 
     x1 += attention(norm(x2)), x2 += mlp(norm(x1)) for each layer, both streams from the embeddings, and their mean to the final
@@ -39,19 +49,22 @@ def reversible_(model: Model, *, memory: Memory = "reverse", arithmetic: Arithme
     to "checkpoint" until a `Retrofit` has measured reversal there. The KV cache works without grad, in `generate()`, and is
     dropped while gradients are recorded.
     """
-    if any(isinstance(module, (ReversibleModel, ReversibleLayer)) for module in model.modules()):
+    if any(isinstance(module, Exchanged) for module in model.modules()):
         raise ProgramError(f"this {type(model).__name__} is reversible already; set memory and arithmetic at model.reversible")
     if getattr(model, "is_gradient_checkpointing", False):
         raise ProgramError(f"gradient checkpointing is on: call {type(model).__name__}.gradient_checkpointing_disable() first")
+    if bits is not None:
+        noisy_(model, bits, memory, verify)
+        return model
     owner, layers = stack_in(model)
     _own_config(model)
     config: Any = owner.config
     marked = getattr(config, "retrograde", None)  # weights that were trained in two streams
     start: float = beta if beta is not None else marked["beta"] if marked else 1.0
     stack = Stack(owner, layers, memory, arithmetic, start)
-    _become(owner, ReversibleModel)
+    become(owner, ReversibleModel)
     for layer in layers:
-        _become(layer, ReversibleLayer)
+        become(layer, ReversibleLayer)
     for module in {owner, model}:
         module.reversible = stack  # type: ignore[assignment]
     if not marked and start == 1:
@@ -73,27 +86,7 @@ def _own_config(model: nn.Module) -> None:
             module.config = copy.deepcopy(config, copies)
 
 
-class _Exchanged:
-    """A module whose class was exchanged for a class of the same name that is derived from it."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        kind, role = type(self).__bases__[1], type(self).__bases__[0]
-        return _renew, (kind, role), self.__dict__
-
-    @property
-    def gradient_checkpointing(self) -> bool:
-        return False
-
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, enabled: bool) -> None:
-        if enabled:
-            raise ProgramError(
-                "a reversible model keeps no activations to checkpoint: leave gradient checkpointing off, or set "
-                "model.reversible.memory = 'checkpoint'"
-            )
-
-
-class ReversibleModel(_Exchanged):
+class ReversibleModel(Exchanged):
     """The module that calls the layers."""
 
     reversible: Stack
@@ -131,7 +124,7 @@ class ReversibleModel(_Exchanged):
         return f"reversible: {self.reversible}"
 
 
-class ReversibleLayer(_Exchanged):
+class ReversibleLayer(Exchanged):
     """A layer that notes how it is called; or, given one of its own parts, runs that within its hooks."""
 
     def __call__(self, *args: Any, retrograde_calls: Calls | None = None, **kwargs: Any) -> Any:
@@ -143,19 +136,3 @@ class ReversibleLayer(_Exchanged):
 
     def _forward(self, part: nn.Module, x: Any, **side: Any) -> Any:
         return part(x, **side)
-
-
-@functools.cache
-def _exchanged(kind: type, role: type) -> type:
-    """`kind` in that role, under its own name: what transformers saves and looks up goes by names of classes."""
-    forward = functools.wraps(kind.forward)(role._forward)  # type: ignore[attr-defined]
-    own = {"forward": forward, "forward_of": kind.forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}  # type: ignore[attr-defined]
-    return type(kind.__name__, (role, kind), own)
-
-
-def _become(module: nn.Module, role: type) -> None:
-    module.__class__ = _exchanged(type(module), role)
-
-
-def _renew(kind: type, role: type) -> Any:
-    return object.__new__(_exchanged(kind, role))
