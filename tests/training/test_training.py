@@ -53,6 +53,21 @@ def test_reverse_equals_store_with_dropout(tmp_path):
     assert same(store[1], reverse[1])
 
 
+def test_an_ordinary_net_with_bits(tmp_path):
+    """Reversed, it trains as under store, to the bit. Its noise is in steps alone, and whoever loads it gets the plain net."""
+    kinds = {"store": {"memory": "store", "bits": 4}, "reverse": {"bits": 4}, "plain": {}}
+    more = {"streams": 1, "dropout": 0.3, "accumulate": 2, "sample": 30}
+    found = {name: trained(tmp_path / name, **kind, **more) for name, kind in kinds.items()}
+    assert settle(device="cpu", **kinds["reverse"], **more).memory == "reverse"
+    assert found["store"][0] == found["reverse"][0]
+    assert same(found["store"][1], found["reverse"][1])
+    assert all(a != b for a, b in zip(found["reverse"][0], found["plain"][0], strict=True))
+    first = [read(tmp_path / name / "run/metrics.jsonl")[0]["held_out_bits"] for name in kinds]
+    assert first[0] == first[1] == first[2]
+    model = load_model(tmp_path / "reverse" / "run", "cpu")
+    assert model.extend(b"\0", 30, generator=torch.Generator().manual_seed(0)) == found["reverse"][2].sample
+
+
 def test_dropout_in_steps_alone(tmp_path):
     """The weights stay, so that all looks and both samples are the same, and losses differ by dropout alone."""
     still = {"lr": 0.0, "steps": 3, "look_every": 1, "sample": 30}
@@ -88,10 +103,11 @@ def test_every_part_of_a_batch_has_its_own_dropout(tmp_path, monkeypatch):
         {"step_in_backward": True},
         {"precision": "bf16", "accumulate": 2},
         {"streams": 1},
-        {"streams": 3},
+        {"streams": 2},
+        {"streams": 1, "bits": 4, "accumulate": 2},
         {"dropout": 0.3, "accumulate": 2},
     ],
-    ids=["plain", "step in backward", "bf16, accumulated", "one stream", "three streams", "dropout"],
+    ids=["plain", "step in backward", "bf16, accumulated", "one stream", "two streams", "bits", "dropout"],
 )
 def test_resumes_to_the_bit(tmp_path, more):
     """Interrupted after a few steps, then resumed: as if it had never stopped."""
@@ -232,6 +248,8 @@ def test_resume_without_a_checkpoint_begins(tmp_path):
         ({"clip": -1.0}, "clip must be 0 or more"),
         ({"dropout": 1.0}, "dropout must be 0 or more and less than 1, got 1.0"),
         ({"dropout": math.nan}, "dropout must be 0 or more and less than 1, got nan"),
+        ({"bits": 4}, "bits 4 does not go with streams 3: it is for streams 1, an ordinary net"),
+        ({"streams": 1, "bits": 9}, "bits must be from 1 to 8, got 9"),
         ({"device": "tpu"}, "device 'tpu' is not one of: auto, cpu, cuda"),
         ({"parallel": "dp"}, "parallel 'dp' is not one of"),
         ({"step_in_backward": True, "clip": 1.0}, "clip 1.0 does not go with step_in_backward: clipping by the global norm"),
@@ -285,8 +303,8 @@ def test_compiled(tmp_path):
 
 def test_checkpoints_from_before_there_were_streams():
     """They name one_stream, or nothing, and no dropout."""
-    now = settle(device="cpu").plain()
-    old = {name: value for name, value in now.items() if name not in ("streams", "dropout")}
+    now = settle(device="cpu", streams=2).plain()
+    old = {name: value for name, value in now.items() if name not in ("streams", "bits", "dropout")}
     assert differences({**old, "one_stream": False}, now) == differences(old, now) == []
     with pytest.raises(TrainingError, match="the checkpoint has streams 1, this command streams 2"):
         differences({**old, "one_stream": True}, now)

@@ -53,7 +53,10 @@ class Options:
     seq: Number = None
     """Bytes in a sequence: the context of a prediction (128, 1024)."""
     streams: Number = None
-    """Streams of the reversible net (2, 3); 1 is an ordinary residual net of the same size, for comparison."""
+    """Streams of the reversible net (3); 1 is an ordinary residual net of the same size."""
+    bits: Number = None
+    """With --streams 1: train the ordinary net reversibly, by a little noise and so many kept bits (1 to 8; 4 is a good
+    start)."""
     dropout: Real = None
     """Dropout on the output of attention and MLPs (0, 0.2)."""
     batch: Number = None
@@ -77,7 +80,8 @@ class Options:
     dtype: Literal["auto", "float32", "bf16", "bfloat16"] = "auto"
     """bf16 and bfloat16 are autocast over float32 parameters (float32 on a CPU, bf16 on a GPU)."""
     memory: Policy = None
-    """What is kept for backward: reverse, checkpoint, store, last:K, anchor:N or budget:3GiB (reverse)."""
+    """What is kept for backward: reverse, checkpoint, offload, store, last:K, anchor:N or budget:3GiB (reverse; store for
+    --streams 1 without --bits)."""
     arithmetic: Arithmetic = "auto"
     """exact gives the gradients of --memory store to the bit."""
     compile: Flag = False

@@ -37,8 +37,10 @@ class Watch:
 
     def title(self) -> str:
         s = self.settings
-        net = "one stream" if s.streams == 1 else f"{s.streams} reversible streams, memory {s.memory}"
-        return f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters, {net}"
+        noise = f" with {s.bits} bits" if s.bits else ""
+        net = f"one stream{noise}" if s.streams == 1 else f"{s.streams} reversible streams"
+        sizes = f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters"
+        return f"{sizes}, {net}, memory {s.memory}"
 
     def hear(self, what: str, record: dict[str, Any]) -> None:
         getattr(self, f"_{what}")(record)

@@ -64,9 +64,9 @@ def build(settings: Settings) -> Language:
     """The model of these settings, seeded."""
     torch.manual_seed(settings.seed)
     s = settings
-    more = {"memory": s.memory, "arithmetic": s.arithmetic, "streams": s.streams, "dropout": s.dropout}
+    more = {"memory": s.memory, "arithmetic": s.arithmetic, "streams": s.streams, "bits": s.bits}
     with torch.device(s.device):
-        model = Language(s.depth, s.width, s.heads, s.context, **more)
+        model = Language(s.depth, s.width, s.heads, s.context, dropout=s.dropout, **more)
     if settings.compile:
         for block in model.net.blocks:
             block.f.compile()  # type: ignore[union-attr]
@@ -174,9 +174,9 @@ class Trainer:
             return model(tokens_BL[:, :-1], tokens_BL[:, 1:])
 
     def seed(self, piece: int) -> None:
-        """What dropout draws follows from seed, step and part of the batch, not from what was drawn before or by whom."""
+        """What dropout and noise draw follows from seed, step and part of the batch, and from nothing drawn before."""
         s = self.settings
-        if s.dropout:
+        if s.dropout or s.bits:
             number = (s.seed * 1_000_003 + self.step) * self.parallel.world * s.accumulate + self.part(piece)
             torch.manual_seed(number % 2**63)
 
