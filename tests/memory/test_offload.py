@@ -308,6 +308,15 @@ def test_an_exception_gives_everything_back(lanes, second):
     assert given_back(lanes)
 
 
+def test_no_books_are_kept_of_what_is_gone(lanes):
+    net, x = rg.Sequential(layers(), memory="offload"), draw(*SHAPE)
+    for _ in range(5):
+        net(x).sum().backward()
+    (found,) = lanes.values()
+    assert len(found.known) <= 1  # x itself
+    assert not [*found.homes, *found.came, *found.leaving]
+
+
 def test_a_branch_that_the_loss_does_not_reach(lanes):
     net, other, x = rg.Sequential(layers(), memory="offload"), rg.Sequential(layers(), memory="offload"), draw(*SHAPE)
     y, z = net(x), other(x)
