@@ -15,7 +15,7 @@ from .. import errors
 from .. import memory as policies
 from .._base import tracing
 from .._base.function_modules import Held
-from .._base.lean import looks, two_forms, use_lean
+from .._base.lean import signature, two_forms, use_lean
 from .._base.pytrees import S, dense, each, tensors
 from .._base.torch_private import in_forward_mode, in_transform, outside_traces, under_hooks
 from .._base.tracing import at_trace_time, named, whole_graph
@@ -236,7 +236,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
     if not forms and not isinstance(limit, str):  # nothing to learn
         _walkable(program, indices, state, context, purse=Purse(limit, streams, room))
         return False
-    key = (limit, room, len(indices), *context.looks(streams), *(looks(program) if forms else ()))
+    key = (limit, room, len(indices), *context.signature(streams), *(signature(program) if forms else ()))
     known: dict[Any, Learned] = program.notes.setdefault("learned", {})
     learned = known.setdefault(key, Learned())
     while len(known) > _SIZES:
@@ -255,7 +255,7 @@ def _within(limit: int | str, program: Program, indices: range, state: Streams, 
             known.pop(key, None)
             raise
         if learns:
-            learned.look_at(purse)
+            learned.learn(purse)
         return False
     first = indices.stop - learned.stored
     middle = indices.stop - learned.full
