@@ -69,13 +69,13 @@ def test_an_ordinary_net_with_bits(tmp_path):
 
 
 def test_dropout_in_steps_alone(tmp_path):
-    """The weights stay, so that all looks and both samples are the same, and losses differ by dropout alone."""
+    """The weights stay, so that all evaluations and both samples are the same, and losses differ by dropout alone."""
     still = {"lr": 0.0, "steps": 3, "look_every": 1, "sample": 30}
     found = {dropout: trained(tmp_path / str(dropout), dropout=dropout, **still) for dropout in (0.0, 0.5)}
     assert all(a != b for a, b in zip(found[0.0][0], found[0.5][0], strict=True))
-    looks = [r["held_out_bits"] for d in found for r in read(tmp_path / str(d) / "run/metrics.jsonl") if "held_out_bits" in r]
-    assert len(looks) == 8
-    assert len(set(looks)) == 1
+    held_out = [r["held_out_bits"] for d in found for r in read(tmp_path / str(d) / "run/metrics.jsonl") if "held_out_bits" in r]
+    assert len(held_out) == 8
+    assert len(set(held_out)) == 1
     assert found[0.0][2].sample == found[0.5][2].sample
     model = load_model(tmp_path / "0.5" / "run", "cpu")
     assert model.extend(b"\0", 30, generator=torch.Generator().manual_seed(0)) == found[0.5][2].sample
@@ -127,11 +127,11 @@ class Interrupted(Exception):
 
 
 def stop_after(step):
-    def hear(what, record):
+    def on_event(what, record):
         if what == "step" and record["step"] == step:
             raise Interrupted
 
-    return hear
+    return on_event
 
 
 def test_step_in_backward_equals_ordinary_steps(tmp_path):
@@ -150,10 +150,10 @@ def test_it_learns_and_says_so(tmp_path):
     heard = []
     settings = tiny(tmp_path, steps=40, look_every=20, save_every=10, sample=20)
     outcome = train(settings, lambda what, record: heard.append((what, record)))
-    looks = [record["held_out_bits"] for what, record in heard if what == "look"]
-    assert len(looks) == 3
-    assert looks[0] == pytest.approx(8, abs=0.3)
-    assert looks[-1] < looks[0] - 2
+    held_out = [record["held_out_bits"] for what, record in heard if what == "evaluated"]
+    assert len(held_out) == 3
+    assert held_out[0] == pytest.approx(8, abs=0.3)
+    assert held_out[-1] < held_out[0] - 2
     assert [record["step"] for what, record in heard if what == "saved"] == [10, 20, 30, 40]
     assert [path.name for path in checkpoints.found(settings.out / "checkpoints")] == ["step-00000030.pt", "step-00000040.pt"]
     assert len(outcome.sample) == 20
@@ -161,7 +161,7 @@ def test_it_learns_and_says_so(tmp_path):
     assert steps[0].keys() == {"step", "loss", "lr", "norm", "tokens_per_second", "seconds", "peak_bytes"}
     assert all(record["tokens_per_second"] > 0 and record["peak_bytes"] > 1e7 for record in steps)
     written = [json.loads(line) for line in (settings.out / "metrics.jsonl").read_text().splitlines()]
-    assert written == [record for what, record in heard if what in ("step", "look")]
+    assert written == [record for what, record in heard if what in ("step", "evaluated")]
     model = load_model(settings.out, "cpu")
     assert model.extend(b"\0", 20, generator=torch.Generator().manual_seed(0)) == outcome.sample
 
@@ -212,8 +212,8 @@ def test_spoilt_weights_are_not_saved(tmp_path, monkeypatch):
 def test_other_settings_on_resume(tmp_path):
     train(tiny(tmp_path, steps=2))
     notes = []
-    hear = lambda what, record: notes.append(record) if what == "note" else None  # noqa: E731
-    train(tiny(tmp_path, steps=3, lr=1e-3, dropout=0.1, resume=True), hear)
+    on_event = lambda what, record: notes.append(record) if what == "note" else None  # noqa: E731
+    train(tiny(tmp_path, steps=3, lr=1e-3, dropout=0.1, resume=True), on_event)
     assert "resumed from" in notes[0]["text"]
     assert "steps 3 (was 2)" in notes[0]["text"]
     assert "lr 0.001 (was 0.01)" in notes[0]["text"]
@@ -234,8 +234,8 @@ def test_other_settings_on_resume(tmp_path):
 
 def test_resume_without_a_checkpoint_begins(tmp_path):
     notes = []
-    hear = lambda what, record: notes.append(record["text"]) if what == "note" else None  # noqa: E731
-    train(tiny(tmp_path, steps=2, resume=True), hear)
+    on_event = lambda what, record: notes.append(record["text"]) if what == "note" else None  # noqa: E731
+    train(tiny(tmp_path, steps=2, resume=True), on_event)
     assert "no checkpoint in" in notes[0]
     assert len(losses(tmp_path / "run")) == 2
 

@@ -118,7 +118,7 @@ def run(options: Options) -> int:
     try:
         settings = settle(given)
         with Watch(settings) as watch:
-            outcome = train(settings, watch.hear)
+            outcome = train(settings, watch.on_event)
     except RetrogradeError as error:
         raise Refused(with_dashes(str(error))) from error
     if not int(os.environ.get("RANK", 0)):
@@ -129,7 +129,7 @@ def run(options: Options) -> int:
     return 128 + outcome.signal if outcome.signal else 0
 
 
-def told(settings: Settings, outcome: Outcome, watch: Watch, looks: list[float], peak: int) -> dict[str, Any]:
+def report_of(settings: Settings, outcome: Outcome, watch: Watch, held_out: list[float], peak: int) -> dict[str, Any]:
     """What came of it, for --json."""
     return {
         **origin(settings.device, "retrograde train", sys.argv[2:]),
@@ -138,7 +138,7 @@ def told(settings: Settings, outcome: Outcome, watch: Watch, looks: list[float],
         "steps": outcome.step,
         "seconds": outcome.seconds,
         "signal": outcome.signal,
-        "held_out_bits": looks,
+        "held_out_bits": held_out,
         "peak_bytes": peak,
         "checkpoint": str(outcome.checkpoint),
         "sample": outcome.sample.decode("utf-8", errors="replace") if outcome.sample else None,
@@ -195,18 +195,18 @@ def close(settings: Settings, outcome: Outcome, watch: Watch, options: Options) 
     elif outcome.sample:
         (out / "sample.txt").write_bytes(outcome.sample)
         lines.append(f"sample       {out / 'sample.txt'}")
-    looks = [record["held_out_bits"] for record in records if "held_out_bits" in record]
+    held_out = [record["held_out_bits"] for record in records if "held_out_bits" in record]
     peak = max((record.get("peak_bytes", 0) for record in records), default=0)
-    if keep(options.json, told(settings, outcome, watch, looks, peak)):
+    if keep(options.json, report_of(settings, outcome, watch, held_out, peak)):
         return
-    learnt = f"held-out bits per byte {looks[0]:.2f} at the start, {looks[-1]:.2f} now; " if looks else ""
+    learnt = f"held-out bits per byte {held_out[0]:.2f} at the start, {held_out[-1]:.2f} now; " if held_out else ""
     took = f"{outcome.step} of {settings.steps} steps in {outcome.seconds:.0f} s"
     screen.print(f"{took}; {learnt}peak memory {size(peak)}", soft_wrap=True)
-    if settings.windows == 0 and looks and len(outcome.data.held_out) <= XZ_LIMIT:
+    if settings.windows == 0 and held_out and len(outcome.data.held_out) <= XZ_LIMIT:
         text = outcome.data.held_out_bytes()
         packed = 8 * len(lzma.compress(text, preset=9)) / len(text)
         screen.print(
-            f"xz -9 needs {packed:.3f} bits per byte for the same held-out text, the model {looks[-1]:.3f}", soft_wrap=True
+            f"xz -9 needs {packed:.3f} bits per byte for the same held-out text, the model {held_out[-1]:.3f}", soft_wrap=True
         )
     for line in lines:
         screen.print(line, soft_wrap=True)
