@@ -101,7 +101,7 @@ def _only_gradients(monkeypatch):
 
 def measured_here(name, **setting):
     """What the worker would find, in this process."""
-    found = worker.outcome({"setting": SETTING | setting, "variant": ALL[name].told(), "depth": 2})
+    found = worker.outcome({"setting": SETTING | setting, "variant": ALL[name].as_dict(), "depth": 2})
     gradients, same = found.pop("gradients", {}), found.pop("same", "")
     return Measured(Found(2, name, **found), gradients, same)
 
@@ -221,7 +221,7 @@ def test_a_block_that_does_another_thing_the_second_time_is_seen(here):
     ],
 )
 def test_a_large_error_sends_to_check(variant, error, dtype, told):
-    setting = {"block": "blocks:wrong", "dtype": dtype, "variants": [v.told() for v in ALL.values()]}
+    setting = {"block": "blocks:wrong", "dtype": dtype, "variants": [v.as_dict() for v in ALL.values()]}
     rows = [Found(2, "ordinary", gradient_error=0.0), Found(2, variant, gradient_error=error)]
     lines = [*doubts(Comparison({}, "", "", setting, rows))]
     assert [line.endswith("run `retrograde check blocks:wrong`") for line in lines] == [True] * told
@@ -313,7 +313,7 @@ def test_errors_in_a_worker_are_told(block, failed, detail, here):
 
 
 def test_a_budget_that_is_too_small_is_told():
-    asked = {"setting": SETTING, "variant": Variant("small", "retrograde", memory={"budget": 9}).told(), "depth": 2}
+    asked = {"setting": SETTING, "variant": Variant("small", "retrograde", memory={"budget": 9}).as_dict(), "depth": 2}
     assert "rg.Budget(9) is too small" in worker.outcome(asked)["detail"]
 
 

@@ -11,7 +11,7 @@ from retrograde._memory import link, offload
 from retrograde.bench import layers, results, ways
 
 TINY = ["--device", "cpu", "--dim", "16", "--heads", "2", "--seq", "8", "--batch", "2", "--depth", "3", "--rounds", "2"]
-ALL = ["save-on-cpu", "rg-checkpoint", "rg-offload", "reverse"]  # but for those that inductor compiles
+ALL = ["save-on-cpu", "rg-checkpoint", "rg-offload", "bits", "reverse"]  # but for those that inductor compiles
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -88,9 +88,14 @@ _FUNC_VMAP: Any = torch._C._parse_dispatch_key("FuncTorchVmapMode")
 _under_vmap = partial(torch._C._dispatch_tls_is_dispatch_key_included, _VMAP)
 
 
+def in_vmap() -> bool:
+    """Whether a vmap is around, of `is_grads_batched` too. No public way to ask; without it refuse `is_grads_batched`."""
+    return _under_vmap() or in_transform()
+
+
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     """`is_grads_batched` runs backward under vmap, and a recomputation must not notice. Without it: refuse `is_grads_batched`."""
-    return _outside() if _under_vmap() or in_transform() else contextlib.nullcontext()
+    return _outside() if in_vmap() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

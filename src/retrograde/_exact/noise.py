@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.torch_private import in_forward_mode, in_transform, quick_apply
+from .._base.torch_private import in_forward_mode, in_transform, in_vmap, quick_apply
 from .cuda import on_grid
 from .range import GRID, Ledger
 
@@ -119,22 +119,34 @@ class _Replaced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
             return (None,) * (5 + ctx.rest)
-        (seed,), (of_layer, of_source) = ctx.saved_tensors, ctx.dtypes
-        step = grad * _gamma(signs(seed, ctx.number, grad.numel()), ctx.bits, grad)
-        return (grad + step).to(of_layer), (step * -2.0).to(of_source), None, None, step, *(None for _ in range(ctx.rest))
+        (seed,), dtypes = ctx.saved_tensors, (*ctx.dtypes, grad.dtype)
+        sign = signs(seed, ctx.number, grad.numel())
+        if torch.is_grad_enabled() or in_vmap() or not grad.is_contiguous():
+            made = [t.to(dtype) for t, dtype in zip(_shares(ctx.bits, grad, sign.view(grad.shape)), dtypes, strict=True)]
+        else:
+            made = [torch.empty(grad.shape, dtype=dtype, device=grad.device) for dtype in dtypes]
+            _in_chunks(partial(_shares, ctx.bits), (grad, sign), made)
+        to_layer, to_source, to_own = made
+        return to_layer, to_source, None, None, to_own, *(None for _ in range(ctx.rest))
+
+
+def _shares(bits: int, grad: Tensor, sign: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of L, c and p, as if nothing were rounded."""
+    step = grad * _gamma(bits, sign, grad.dtype)
+    return grad + step, step * -2.0, step
 
 
 _with_grad = quick_apply(_Replaced)  # where no transform is around
 
 
-def _gamma(sign: Tensor, bits: int, like: Tensor) -> Tensor:
-    return sign.to(like.dtype).mul_(2.0**-bits).view(like.shape)
+def _gamma(bits: int, sign: Tensor, dtype: torch.dtype) -> Tensor:
+    return sign.to(dtype).mul_(2.0**-bits)
 
 
 def _plainly(p: Tensor, layer: Tensor, source: Tensor, noise: Noise) -> Tensor:
     """The same by operations that autograd knows, which keep what they please."""
     sign = noise.signs(p.numel()).view(p.shape)
-    through = layer + _gamma(sign, noise.bits, p) * (p - 2.0 * source + layer)
+    through = layer + _gamma(noise.bits, sign, p.dtype) * (p - 2.0 * source + layer)
     made, _ = _step(noise, p.detach(), source.detach(), layer.detach(), sign)
     made = made + (through - through.detach())
     return made if noise.ledger is None else noise.ledger.within(made, noise.grid)

@@ -27,7 +27,7 @@ from torch import Tensor
 import retrograde as rg
 
 from .._base.given import at_least, byte_size, device_of, writable
-from .._base.loading import Refused, told
+from .._base.loading import Refused, one_line
 from .._base.meter import peak_on_cpu, peak_on_cuda
 from .._base.report import origin, save, size
 from .._engine.run import instead
@@ -153,7 +153,7 @@ def rows_at(at: Size, s: dict[str, Any], names: Sequence[str], link: Any, say: C
         try:
             trials[name] = tried(subject, WAYS[name], true)
         except Exception as error:  # out of memory, as a rule; the others go on
-            failed = told(error)
+            failed = one_line(error)
         if failed:  # only here is the traceback gone, and with it the tensors that it held
             say(f"{name} is left out: {failed}")
         release()

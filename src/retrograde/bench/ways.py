@@ -125,5 +125,6 @@ WAYS: dict[str, Way] = {
     "rg-offload": Way(lambda s: rg.Sequential(s.layers, memory=s.offload), link=True, keeps=1),
     "partition": Way(_partition),
     "rg-offload-compiled": Way(lambda s: rg.compile_fns(rg.Sequential(s.copies(), memory=s.offload), lean=PARTITION), link=True),
+    "bits": Way(lambda s: rg.Sequential(s.layers, bits=4, memory="reverse"), own=True),
     "reverse": Way(_reverse, own=True),
 }

@@ -91,7 +91,7 @@ def run(options: Options) -> int:
             interrupted = True
     report = Comparison(
         **origin(setting["device"], "retrograde bench", sys.argv[2:]),
-        setting={**setting, "variants": [variant.told() for variant in asked]},
+        setting={**setting, "variants": [variant.as_dict() for variant in asked]},
         rows=compare_gradients(found),
         versions=versions(),
     )

@@ -12,7 +12,7 @@ import torch
 import retrograde as rg
 
 from .._base.given import at_least, device_of, picture, writable
-from .._base.loading import Refused, told
+from .._base.loading import Refused, one_line
 from .._base.report import origin
 from .._engine.run import instead
 from ..check.gradients import Report
@@ -168,7 +168,7 @@ def _gradients(spec: str, given: Given) -> Report:
         at = shown(raised_at(error))
         place = f" at {at}" if at else ""
         raise Refused(
-            f"check {spec}: the net raises {told(error)}{place}, with {given.what()}. See --dim and --shape, or let the "
+            f"check {spec}: the net raises {one_line(error)}{place}, with {given.what()}. See --dim and --shape, or let the "
             "factory return (net, inputs) or (net, inputs, side)"
         ) from error
 

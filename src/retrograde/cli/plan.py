@@ -91,7 +91,7 @@ def run(options: Options) -> int:
         except RetrogradeError as error:
             raise Refused(str(error)) from error
     draw(plan, planner)
-    if not keep(options.json, {"command": shlex.join(["retrograde", "plan", *sys.argv[2:]]), **plan.told()}):
+    if not keep(options.json, {"command": shlex.join(["retrograde", "plan", *sys.argv[2:]]), **plan.as_dict()}):
         show(plan)
     return 0
 

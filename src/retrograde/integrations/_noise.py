@@ -100,6 +100,11 @@ class Noise(Chosen):
         return vars(self) | {"_programs": {}, "returns": {}}
 
     @property
+    def plain(self) -> bool:
+        """Whether the layers run as they are: without noise nothing can be undone."""
+        return not self.owner.training or (self.bits is None and self.memory in ("reverse", "store"))
+
+    @property
     def layers(self) -> list[nn.Module]:
         return list(getattr(self.owner, self.name))
 
@@ -132,9 +137,13 @@ class Noise(Chosen):
 
     def run(self, layers: list[nn.Module], x: Tensor, sides: list[dict[str, Any]]) -> Tensor:
         side, takes = takes_of(sides)
-        streams: dict[str, Any] = {**dict.fromkeys(STREAMS, x), SEED: new_seed(x.device)}
+        streams: dict[str, Any] = dict.fromkeys(STREAMS, x)
+        if self.bits is not None:
+            streams[SEED] = new_seed(x.device)
+        arithmetic = "float" if self.bits is None else "exact"
         program = self.program(layers, takes)
-        return run(program, streams, side, memory=self.memory, arithmetic="exact", verify=self.verify)[STREAMS[len(layers) % 2]]
+        out = run(program, streams, side, memory=self.memory, arithmetic=arithmetic, verify=self.verify)
+        return out[STREAMS[len(layers) % 2]]
 
 
 _NO_TRACE = (
@@ -156,7 +165,7 @@ class NoisyModel(Exchanged):
     reversible: Noise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or self.reversible.bits is None:  # type: ignore[attr-defined]
+        if self.reversible.plain:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling() and whole_graph():
             refuse(_NO_TRACE)
@@ -177,6 +186,9 @@ class NoisyModel(Exchanged):
             _NOW.calls = before
         calls.end()
         return out
+
+    def extra_repr(self) -> str:
+        return f"reversible: {self.reversible}"
 
 
 class NoisyCalls(Calls):

@@ -54,6 +54,10 @@ def reversible_(
     if getattr(model, "is_gradient_checkpointing", False):
         raise ProgramError(f"gradient checkpointing is on: call {type(model).__name__}.gradient_checkpointing_disable() first")
     if bits is not None:
+        if any(getattr(getattr(module, "config", None), "retrograde", None) for module in model.modules()):
+            raise ProgramError("these weights were trained in two streams (config.retrograde): call reversible_ without bits")
+        if arithmetic == "float":
+            raise ProgramError("reversible noise needs exact arithmetic: leave arithmetic out where you give bits")
         noisy_(model, bits, memory, verify)
         return model
     owner, layers = stack_in(model)

@@ -57,7 +57,7 @@ def _label(axes: Axes, lines: dict[str, list[tuple[int, int]]], unit: int) -> No
     top = axes.get_ylim()[1]
     beside = 0.0
     for way, line in sorted(lines.items(), key=lambda pair: pair[1][-1][1]):
-        look = {
+        style = {
             "color": color_of(way),
             "fontsize": 8.5,
             "weight": "bold",
@@ -68,7 +68,7 @@ def _label(axes: Axes, lines: dict[str, list[tuple[int, int]]], unit: int) -> No
         if peak / unit <= top:
             y = max(peak / unit, beside)
             beside = y + NEAR * top
-            axes.annotate(f"{way} {size(peak)}", (depth, y), xytext=(8, 0), va="center", **look)
+            axes.annotate(f"{way} {size(peak)}", (depth, y), xytext=(8, 0), va="center", **style)
         else:
             x = next(depth for depth, peak in line if peak / unit > top)
-            axes.annotate(way, (x, top), xytext=(0, 3), ha="center", va="bottom", **look)
+            axes.annotate(way, (x, top), xytext=(0, 3), ha="center", va="bottom", **style)
