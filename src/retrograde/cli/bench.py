@@ -26,8 +26,8 @@ class Options:
     """
 
     block: Factory = None
-    """Your block: a function that takes nothing, the width, or sizes by name (dim, heads), and returns (f, g) or a module with f
-    and g; by default, attention and an MLP."""
+    """Your block: a function that takes nothing, the width, or sizes by name (dim, heads); by default, attention and an MLP.
+    It returns a pair (f, g), or a module with f and g."""
     dim: Number = None
     """Width of a stream."""
     heads: Number = None

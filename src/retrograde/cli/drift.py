@@ -55,8 +55,7 @@ class Options:
     depth: Numbers = ()
     """Numbers of blocks, one or several (4 8 16 32 64)."""
     dtype: Names = ()
-    """One or several of float64, float32, autocast-bfloat16, autocast-float16, bfloat16 and float16 (float32
-    autocast-bfloat16 bfloat16)."""
+    """Of float64, float32, autocast-bfloat16, autocast-float16, bfloat16, float16 (float32 autocast-bfloat16 bfloat16)."""
     arithmetic: Names = ()
     """float, exact or both (both)."""
     dim: Number = None

@@ -36,11 +36,11 @@ class Options:
     """
 
     block: Factory = None
-    """Your block, as for `retrograde bench`: a function that takes nothing, the width, or sizes by name (dim, heads), and returns
-    (f, g) or a module with f and g; by default, attention and an MLP."""
+    """Your block: a function that takes nothing, the width, or sizes by name (dim, heads); by default, attention and an MLP.
+    It returns a pair (f, g), or a module with f and g."""
     model: Factory = None
-    """Your whole model instead: a function with any of the arguments depth, dim, heads, seq and batch that returns a model, or
-    (model, inputs)."""
+    """Your whole model instead: a function with any of the arguments depth, dim, heads, seq and batch.
+    It returns a model, or a pair (model, inputs)."""
     dim: Number = None
     """Width of a stream."""
     heads: Number = None
