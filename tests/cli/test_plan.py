@@ -111,7 +111,7 @@ def test_predictions_are_what_the_meter_measures(grads):
     precision = {"kept": "bfloat16", "none": "none"}[grads]  # exact and float arithmetic
     setting = {"device": "cpu", "widths": [32], "depths": [8], "length": 32, "batch": 2, "autocast": [precision]}
     rows = foretold.compare({**setting, "grads": grads}, say=lambda text: None)
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
         limit = 0.05 if row.policy == "budget" else 0.005
         assert abs(row.error) < limit, row
@@ -352,7 +352,7 @@ def test_the_large_case_by_the_command(tmp_path):
 
 def test_the_command(here, capsys, monkeypatch):
     without = tuple(way for way in WAYS if way != "compile")
-    monkeypatch.setattr("retrograde.planning.plan.WAYS", without)  # splits of a function take a second at each size
+    monkeypatch.setattr("retrograde.planning.predict.WAYS", without)  # splits of a function take a second at each size
     monkeypatch.delitem(REACHES, "seq")
     sizes = "--device cpu --dim 32 --heads 2 --seq 16 --batch 2 --depth 2 --gpu-memory 2MiB"
     assert app.main(["plan", *sizes.split(), "--json", "plan.json"]) == 0
@@ -445,7 +445,7 @@ def test_the_way_out_is_told_where_it_is_one(here, capsys):
 
 
 def test_a_budget_that_is_too_small_is_a_row(capsys, monkeypatch):
-    monkeypatch.setattr("retrograde.planning.plan.WAYS", ("store", "checkpoint", "reverse", "budget"))
+    monkeypatch.setattr("retrograde.planning.predict.WAYS", ("store", "checkpoint", "reverse", "budget"))
     monkeypatch.delitem(REACHES, "seq")
     monkeypatch.delitem(REACHES, "batch")
     sizes = "--device cpu --dim 32 --heads 2 --seq 8 --batch 2 --depth 1 --budget 1KiB --gpu-memory 64MiB"

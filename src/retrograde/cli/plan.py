@@ -16,8 +16,9 @@ from .._base.given import at_least, byte_size, picture, writable
 from .._base.loading import Refused, load
 from .._base.report import size
 from ..errors import RetrogradeError
+from ..models.blocks import BITS
 from ..planning.plan import Plan, Row, make_plan
-from ..planning.predict import WAYS, Planner
+from ..planning.predict import Planner, ways_of
 from ..planning.subject import takes
 from .options import Autocast, Dtype, Factory, File, Flag, Number, Numbers, Size
 from .screen import console, keep, progress
@@ -85,7 +86,7 @@ def run(options: Options) -> int:
     planner = Planner(setting_of(options))
     draw = drawing(options)
     with progress() as bar:
-        task = bar.add_task("tracing", total=len(WAYS))
+        task = bar.add_task("tracing", total=len(ways_of(planner.setting)))
         try:
             plan = make_plan(planner, did=lambda way: bar.advance(task))
         except RetrogradeError as error:
@@ -210,6 +211,8 @@ def table(plan: Plan) -> Table:
 def name_of(row: Row, setting: dict[str, Any]) -> str:
     if row.way == "compile":
         return f"torch.compile, budget {setting['compile_budget']:g}"
+    if row.way == "bits":
+        return f"ordinary layers, bits={BITS}"
     if row.way == "budget" and row.predicted:
         blocks = f", {row.predicted.stored:.0f} of {setting['depth']} blocks stored" if takes(setting, "depth") else ""
         return f"Budget of {size(row.predicted.budget)}{blocks}"

@@ -12,9 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import retrograde as rg
 
 from .._base.loading import Refused, load, sized
+from ..memory import Memory
 
-__all__ = ["DTYPES", "Attention", "Residual", "factory_of", "mlp", "net_of"]
+__all__ = ["BITS", "DTYPES", "Attention", "Residual", "factory_of", "in_layers", "mlp", "net_of"]
 
+BITS = 4  # of reversible noise
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -66,3 +68,8 @@ def net_of(setting: dict[str, Any], depth: int) -> rg.ReversibleSequence:
     except rg.ProgramError as error:
         raise Refused(f"--block {setting['block']} must return (f, g), or a module with f and g: {error}") from error
     return net.to(setting["device"], DTYPES[setting["dtype"]])
+
+
+def in_layers(net: Any, memory: Memory = "reverse") -> rg.Sequential:
+    """The functions of a reversible net as ordinary layers, with the noise that makes them reversible."""
+    return rg.Sequential([Residual(block.f, block.g) for block in net.blocks], bits=BITS, memory=memory)

@@ -11,7 +11,7 @@ from .._base.picture import FAINT, INK, color_of, save_png
 from .._base.report import size
 from ..errors import BudgetTooSmall
 from .plan import Plan
-from .predict import WAYS, Planner
+from .predict import Planner, ways_of
 
 NEAR = 0.06  # of the height: labels that are nearer would touch
 FAR = 2.5  # times the memory
@@ -22,7 +22,7 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
     s = plan.setting
     depths = sorted({max(1, round(s["depth"] * part / 8)) for part in range(1, 13)})
     lines: dict[str, list[tuple[int, int]]] = {}
-    for way in WAYS:
+    for way in ways_of(s):
         for depth in depths:
             try:
                 lines.setdefault(way, []).append((depth, planner.at(way, (depth, s["seq"], s["batch"])).peak))

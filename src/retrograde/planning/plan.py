@@ -11,7 +11,7 @@ import torch
 
 from .._base.report import counted, size
 from ..errors import BudgetTooSmall
-from .predict import WAYS, Planner, Predicted
+from .predict import Planner, Predicted, ways_of
 from .reach import deepest, longest, widest
 from .subject import sizes_told, takes
 from .verdict import verdict
@@ -71,7 +71,7 @@ def make_plan(planner: Planner, did: Callable[[str], object] = lambda way: None)
     setting = planner.setting
     sizes = setting["depth"], setting["seq"], setting["batch"]
     rows: list[Row] = []
-    for way in WAYS:
+    for way in ways_of(setting):
         try:
             found = planner.at(way, sizes)
         except BudgetTooSmall as error:
