@@ -31,6 +31,7 @@ SMALL = {"device": "cpu", "dim": 32, "heads": 2, "seq": 64, "batch": 2, "depth":
 MODELS = """
 import torch
 import retrograde as rg
+from retrograde.models.blocks import Residual
 from retrograde.models.language import Language
 
 def language(depth, dim, seq, batch):
@@ -74,6 +75,14 @@ def fails(depth, batch):
         def forward(self, x):
             raise ValueError(300 * "x")
     return Net(), torch.randn(batch, 8)
+
+def noisy(depth, dim):
+    return rg.Sequential([Residual(torch.nn.Tanh(), torch.nn.Linear(dim, dim)) for _ in range(depth)], bits=4)
+
+def one_way(depth, dim):
+    net = noisy(depth, dim)
+    net.bits = None
+    return net
 
 def number():
     return 3
@@ -364,7 +373,8 @@ def test_the_command(here, capsys, monkeypatch):
     told = json.loads((here / "plan.json").read_text())
     assert [row["way"] for row in told["rows"]] == list(without)
     assert all(row["reach"].keys() == {"depth", "batch"} for row in told["rows"])
-    assert told["rows"][0]["bytes"]["peak"] > told["rows"][2]["bytes"]["peak"]
+    peak = {row["way"]: row["bytes"]["peak"] for row in told["rows"]}
+    assert peak["store"] > peak["reverse"]
 
 
 def test_a_picture_and_no_memory_to_fit_into(here, capsys):
@@ -386,6 +396,21 @@ def test_models_of_users(here):
     assert ", depth" not in fixed.what()
     halved = planner(model="plan_models:half", dtype="float16").at("store", (9, 64, 2))
     assert halved.parameters == 9 * 2 * 2 * (32 * 32 + 32)
+
+
+def test_a_model_of_ordinary_layers(here):
+    """With bits every way has a prediction, and each layer more is a checkpoint or the bits of one. Without, none is made."""
+    found = make_plan(planner(model="plan_models:noisy", depth=24)).rows
+    deeper = make_plan(planner(model="plan_models:noisy", depth=32)).rows
+    assert [row.way for row in found] == ["store", "checkpoint", "compile", "reverse", "budget"]
+    assert all(row.failed is None for row in found)
+    grows = {a.way: (b.predicted.activations - a.predicted.activations) / 8 for a, b in zip(found, deeper, strict=True)}
+    elements = 2 * 64 * 32
+    assert grows["reverse"] == elements * 4 / 8
+    assert grows["checkpoint"] == pytest.approx(4 * elements, rel=0.1)
+    assert grows["checkpoint"] <= grows["compile"] <= grows["store"]
+    with pytest.raises(rg.ProgramError, match=r"cannot be undone. Use rg.Sequential\(…, bits=4\)"):
+        make_plan(planner(model="plan_models:one_way"))
 
 
 def test_models_made_of_copies(here):
