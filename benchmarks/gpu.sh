@@ -37,9 +37,10 @@ for part in ${@:-depth frontier layers peers small whole widths}; do
                 --budget 1GiB 2GiB 3GiB 4GiB 8GiB
         done ;;
     layers) # ordinary layers, flat in depth and on the host: about six minutes
-        bf16="--dtype bfloat16"
-        autocast="--dtype float32 --autocast bfloat16 --ways ordinary checkpoint save-on-cpu rg-checkpoint rg-offload reverse"
-        layers bf16-1024 --dim 1024 --seq 4096 --batch 4 --depth 24 48 --rounds 7 $bf16
+        plain="ordinary checkpoint save-on-cpu rg-checkpoint rg-offload reverse"
+        bf16="--dtype bfloat16 --ways $plain partition rg-offload-compiled"
+        autocast="--dtype float32 --autocast bfloat16 --ways $plain"
+        layers bf16-1024 --dim 1024 --seq 4096 --batch 4 --depth 24 48 --rounds 7 $bf16 bits
         layers autocast-1024 --dim 1024 --seq 4096 --batch 4 --depth 24 48 --rounds 6 $autocast
         layers bf16-2048 --dim 2048 --seq 4096 --batch 4 --depth 24 48 --rounds 5 $bf16
         layers autocast-2048 --dim 2048 --seq 4096 --batch 4 --depth 24 48 --rounds 5 $autocast ;;
