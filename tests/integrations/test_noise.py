@@ -269,7 +269,7 @@ def test_bits_may_be_set_at_any_time():
 
 
 def massive(factor):
-    """From the second layer on, one channel is so many times as large as the others. Norms above make up for it, as trained ones."""
+    """From the second layer on, one channel is so many times as large as the others. Norms above make up for it."""
     torch.manual_seed(0)
     model, seen = zoo.llama(4).eval(), []
     batch, second = zoo.batch_for(model), model.model.layers[1]
@@ -337,6 +337,6 @@ def test_clear_errors():
         fewer(**batch)
     skipping, texts = families.made("opt", torch.float32)
     reversible_(skipping, bits=4).model.decoder.layerdrop = 0.99
-    with pytest.raises(rg.ProgramError, match="in another order|called 0 of"):
+    with pytest.raises(rg.ProgramError, match=r"in another order|called 0 of"):
         skipping(**texts)
     step(model, batch)  # after all of which it works
