@@ -180,7 +180,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--length", type=int, default=128, help="bytes in a sequence")
     parser.add_argument("--pretrain", type=int, default=100, help="steps")
-    parser.add_argument("--steps", type=int, default=50, help="steps of fine-tuning, 10 or more")
+    parser.add_argument("--steps", type=int, default=50, help="steps of fine-tuning, more than 10")
     parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
     parser.add_argument("--bits", type=int, default=4, help="kept for each element and layer")
     parser.add_argument("--seeds", type=int, default=1, help="how often, with other batches")

@@ -269,7 +269,7 @@ def test_bits_may_be_set_at_any_time():
 
 
 def massive(factor):
-    """From the second layer on one channel is so many times as large as the others. Norms make up for it, as trained ones do."""
+    """From the second layer on, one channel is so many times as large as the others. Norms above make up for it."""
     torch.manual_seed(0)
     model, seen = zoo.llama(4).eval(), []
     batch, second = zoo.batch_for(model), model.model.layers[1]

@@ -28,7 +28,7 @@ from ..modules import Chosen
 from ..ordinary.sequential import SEED, STREAMS, check_bits, ordinary_update
 from ..update import Program
 from ._exchange import Exchanged, become
-from ._sides import NOT_KEPT, Calls, Opaque, flags_off, takes_of
+from ._sides import NOT_KEPT, Calls, Opaque, argument_names, flags_off, takes_of
 
 _FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -193,7 +193,7 @@ class NoisyModel(Exchanged):
 
 class NoisyCalls(Calls):
     def __init__(self, noise: Noise):
-        super().__init__(noise.layers)
+        super().__init__(noise.layers, argument_names(noise.layers))
         self.noise = noise
 
     def take(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,8 +27,8 @@ class Opaque:
 class Calls:
     """One forward pass of the model: each layer notes what it was given."""
 
-    def __init__(self, layers: list[nn.Module]):
-        self.layers = layers
+    def __init__(self, layers: list[nn.Module], names: list[list[str]]):
+        self.layers, self.names = layers, names
         self.sides: list[dict[str, Any]] = []
         self.hidden: Tensor | None = None
 
@@ -37,7 +37,7 @@ class Calls:
         index, layers = len(self.sides), self.layers
         if index >= len(layers) or layer is not layers[index]:
             raise ProgramError(f"the model calls its layers in another order than they stand in, at {index}. Was it changed?")
-        names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        names = self.names[index]
         given = dict(zip(names, args, strict=False)) | kwargs
         hidden = given.pop(names[0])
         if self.hidden is None:
@@ -63,8 +63,15 @@ class Calls:
             )
 
 
+def argument_names(layers: Iterable[Any]) -> list[list[str]]:
+    return [list(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers]
+
+
 def _is_cache(value: Any) -> bool:
-    return type(value).__module__.startswith("transformers.") and not isinstance(value, (Mapping, tuple, list, str, int))
+    """An object of transformers that is no tree of tensors."""
+    if value is None or isinstance(value, (Tensor, Mapping, tuple, list, str, bool, int, float)):
+        return False
+    return type(value).__module__.startswith("transformers.")
 
 
 def takes_of(sides: list[dict[str, Any]]) -> tuple[dict[str, Any], tuple[dict[str, str], ...]]:
