@@ -10,8 +10,8 @@ import torch
 from support import loaded_by
 
 from retrograde._base.report import save
+from retrograde.bench import bits, exact, language, training
 from retrograde.bench import depth as bench
-from retrograde.bench import exact, language, training
 from retrograde.bench.measure import in_turns
 from retrograde.bench.overhead import overhead
 from retrograde.bench.report import Report
@@ -170,6 +170,13 @@ def test_runs_as_a_module(kept):
 
 def test_overhead():
     assert overhead(depth=2, rounds=2).keys() == {"store", "checkpoint", "reverse"}
+
+
+def test_cost_of_noise(capsys, monkeypatch):
+    sizes = ["--width", "8", "--heads", "2", "--depth", "2", "--batch", "1", "--seq", "4", "--rounds", "2", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["bits", *sizes])
+    bits.main()
+    assert "reverse, noise" in capsys.readouterr().out
 
 
 def test_cost_of_exact_arithmetic():

@@ -11,6 +11,7 @@ from support import loss_of, rg
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from retrograde._engine import context
 from retrograde.bench.meter import LiveBytes
 
 ROWS = 1 << 10
@@ -277,6 +278,13 @@ def test_autograd(step):
 def test_policies_side_by_side(memory):
     both(two_forward_passes, memory)
     both(lower_layers_frozen, memory)
+
+
+def test_where_generators_cannot_be_read(monkeypatch):
+    """As if a CUDA graph were being captured: the seed is a tensor that nobody looks at."""
+    monkeypatch.setattr(context, "capturing", lambda: True)
+    monkeypatch.setattr(context, "generators", lambda side: [])
+    both(two_forward_passes)
 
 
 def test_batch_norm_moves_once():

@@ -113,6 +113,19 @@ def on_grid(t: Tensor, bits: int = GRID) -> Tensor:
     return t.to(torch.float64, copy=True).add_(push).sub_(push)
 
 
+def splits(own: list[Tensor]) -> bool:
+    """Whether there are kernels for a leaf in two parts."""
+    return len(own) == 2 and not torch.compiler.is_dynamo_compiling() and all(map(_untransformed, own))
+
+
+@functools.cache
+def noise_kernels() -> Any:
+    """The module with those of reversible noise (noise.py)."""
+    from . import noise_kernels
+
+    return noise_kernels
+
+
 def split(t: Tensor, ledger: Ledger | None) -> tuple[Tensor, Tensor]:
     """`t`, rounded to the grid, as `high`, which carries the gradient, and `low`."""
     zero = torch.zeros_like(t, dtype=torch.float32, requires_grad=False)

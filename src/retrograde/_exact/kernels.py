@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .range import GRID, LIMIT
 
-_BLOCK = {"sketch": 4096, "add": 4096, "plus": 2048}  # the fastest on an H200; `_plus` runs out of registers with more
+BLOCK = {"sketch": 4096, "add": 4096, "plus": 2048}  # the fastest on an H200; `_plus` runs out of registers with more
 _WARPS = 4
 _ROW = tl.constexpr(
     4
@@ -217,14 +217,14 @@ def _plus(
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
-_KERNELS: dict[str, Any] = {"sketch": _sketch, "add": _add, "plus": _plus}
+KERNELS: dict[str, Any] = {"sketch": _sketch, "add": _add, "plus": _plus}
 _MADE: dict[Any, Any] = {}  # compiled kernels: Triton's own search for them takes longer than the launch
 _SHORT = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _launch(name: str, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *choices: bool) -> None:
+def launch(name: str, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *choices: int) -> None:
     """Over the elements of the first tensor."""
-    count, device, block = tensors[0].numel(), tensors[0].get_device(), _BLOCK[name]
+    count, device, block = tensors[0].numel(), tensors[0].get_device(), BLOCK[name]
     if not count:
         return
     with contextlib.nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device):
@@ -234,19 +234,19 @@ def _launch(name: str, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *c
         if common and key in _MADE:
             _MADE[key][grid](*pointers, *numbers, count, *choices, block)
         else:
-            made = _KERNELS[name][grid](*tensors, *numbers, count, *choices, block, num_warps=_WARPS)
+            made = KERNELS[name][grid](*tensors, *numbers, count, *choices, block, num_warps=_WARPS)
             if common:
                 _MADE[key] = made
 
 
 def sketch(part: Tensor, number: int, row: Tensor) -> None:
     """Add the sketch of `part`, which is contiguous, to the row."""
-    _launch("sketch", (part, row), (number,), part.dtype not in _SHORT)
+    launch("sketch", (part, row), (number,), part.dtype not in _SHORT)
 
 
 def add(target: Tensor, part: Tensor, new: Tensor, sign: int, number: int, row: Tensor | None) -> None:
     """All contiguous. With a row, the sketch of `part` and the squares of `target` are added to it."""
-    _launch("add", (target, part, new, target if row is None else row), (number,), sign < 0, row is not None)
+    launch("add", (target, part, new, target if row is None else row), (number,), sign < 0, row is not None)
 
 
 def plus(
@@ -258,4 +258,4 @@ def plus(
     With a row, the sketch of `part` is added to it; then the layout is contiguous.
     """
     tensors = (high, low, part, new_high, new_low, high if flags is None else flags, high if row is None else row)
-    _launch("plus", tensors, (slot, number), sign < 0, flags is not None, part.dtype not in _SHORT, row is not None)
+    launch("plus", tensors, (slot, number), sign < 0, flags is not None, part.dtype not in _SHORT, row is not None)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .._base.torch_private import in_forward_mode, in_transform, in_vmap, quick_apply
+from . import cuda as fused
 from .cuda import on_grid
 from .fake import pretended
 from .range import GRID, Ledger
@@ -52,6 +53,12 @@ def replaced(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, not
 
 def recovered(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, kept: Tensor) -> list[Tensor]:
     """The state that `replaced` was given, from what it made."""
+    if fused.splits(own):
+        return fused.noise_kernels().back(own, layer, source, noise, kept)
+    return _recovered(own, layer, source, noise, kept)
+
+
+def _recovered(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, kept: Tensor) -> list[Tensor]:
     value = _value(own)
     count = value.numel()
     found = torch.empty(value.shape, dtype=torch.float64, device=value.device)
@@ -61,6 +68,16 @@ def recovered(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, ke
 
 
 def _replaced(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, note: list[Tensor] | None) -> list[Tensor]:
+    if fused.splits(own):
+        made = fused.noise_kernels().noisy(own, layer, source, noise, note)
+    else:
+        made = _made(own, layer, source, noise, note)
+    if layer.stride() != made[0].stride() and torch.empty_like(layer, device="meta").stride() == layer.stride():
+        made = [torch.empty_like(layer, dtype=t.dtype).copy_(t) for t in made]  # the next layer sees the layout of this one
+    return made
+
+
+def _made(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, note: list[Tensor] | None) -> list[Tensor]:
     value = _value(own)
     count, device = value.numel(), value.device
     made = torch.empty(value.shape, dtype=torch.float64, device=device)
@@ -71,8 +88,6 @@ def _replaced(own: list[Tensor], layer: Tensor, source: Tensor, noise: Noise, no
         note.append(packed(low[0], noise.bits))
     if noise.ledger is not None:
         made = noise.ledger.within(made, noise.grid)
-    if layer.stride() != made.stride() and torch.empty_like(layer, device="meta").stride() == layer.stride():
-        made = torch.empty_like(layer, dtype=torch.float64).copy_(made)  # the next layer sees the layout that this one has made
     return _in_form(made, own)
 
 
@@ -122,12 +137,15 @@ class _Replaced(torch.autograd.Function):
         if grad is None:
             return (None,) * (5 + ctx.rest)
         (seed,), dtypes = ctx.saved_tensors, (*ctx.dtypes, grad.dtype)
-        sign = signs(seed, ctx.number, grad.numel())
+        sign = partial(signs, seed, ctx.number, grad.numel())
         if torch.is_grad_enabled() or in_vmap() or not grad.is_contiguous():
-            made = [t.to(dtype) for t, dtype in zip(_shares(ctx.bits, grad, sign.view(grad.shape)), dtypes, strict=True)]
+            made = [t.to(dtype) for t, dtype in zip(_shares(ctx.bits, grad, sign().view(grad.shape)), dtypes, strict=True)]
         else:
             made = [torch.empty(grad.shape, dtype=dtype, device=grad.device) for dtype in dtypes]
-            _in_chunks(partial(_shares, ctx.bits), (grad, sign), made)
+            if ctx.rest and fused.splits([grad, seed]):
+                fused.noise_kernels().shares(grad, seed, ctx.number, ctx.bits, made)
+            else:
+                _in_chunks(partial(_shares, ctx.bits), (grad, sign()), made)
         to_layer, to_source, to_own = made
         return to_layer, to_source, None, None, to_own, *(None for _ in range(ctx.rest))
 

@@ -173,7 +173,7 @@ class Exact(Carried):
         *both, seed = out
         layers, sources = ([one] if self.form.spec is None else self.form.spec.flatten_up_to(one) for one in both)
         for number, (dtype, _, own) in enumerate(self.leaves()):
-            noise = Noise(seed, depth << 16 | number, bits, _bits(dtype), self.form.ledger)
+            noise = Noise(seed.to(own[0].device), depth << 16 | number, bits, _bits(dtype), self.form.ledger)
             yield own, layers[number], sources[number], noise
 
 
