@@ -122,7 +122,8 @@ def test_predictions_are_what_the_meter_measures(grads):
     rows = foretold.compare({**setting, "grads": grads}, say=lambda text: None)
     assert len(rows) == 5
     for row in rows:
-        limit = 0.05 if row.policy == "budget" else 0.005
+        sketched = row.policy == "checkpoint" and precision == "bfloat16"  # on a CPU in float32, which a trace leaves out
+        limit = 0.05 if row.policy == "budget" or sketched else 0.005
         assert abs(row.error) < limit, row
         assert row.activations > 2 * 32 * 32 * 4
 
