@@ -7,7 +7,7 @@ import pytest
 from support import ROOT
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
-SMALL = "--depth 6 --width 32 --length 64 --pretrain 30 --steps 20"
+SMALL = "--depth 6 --width 32 --length 32 --pretrain 20 --steps 15"
 
 
 @pytest.mark.parametrize("options", ["", "--full"])

@@ -18,7 +18,7 @@ def test_embeddings():
 
 def test_contrastive_fine_tuning():
     """It ends where ordinary fine-tuning ends, and transformers alone loads the result. (More steps in the example.)"""
-    losses = EXAMPLE["compare"](steps=25, bits=4)
+    losses = EXAMPLE["compare"](steps=12, bits=4)
     assert losses["ordinary"] < 0.99 * losses["before"], losses
     assert losses["reverse"] == pytest.approx(losses["ordinary"], rel=0.01), losses
     assert losses["loaded"] == losses["reverse"], losses
