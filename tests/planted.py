@@ -372,9 +372,24 @@ def sixteen_bits(dim, depth):
     return rg.ReversibleSequence([(mlp(dim), Dropped(dim)) for _ in range(depth)]).bfloat16()
 
 
+def noisy(dim, depth):
+    """Ordinary layers, which need not be residual ones."""
+    return rg.Sequential(*(Dropped(dim) for _ in range(depth)), bits=4, memory="reverse")
+
+
 def shared_weights(dim, depth):
     return nn.Sequential(nn.Linear(dim, dim), rg.ReversibleSequence([(mlp(dim), mlp(dim))] * depth), nn.Linear(dim, 1))
 
 
 dropout, batch_norm, logged = map(block_of, (Dropped, Normed, Logged))
-SOUND = ["dropout", "batch_norm", "attention", "sixteen_bits", "shared_weights", "shared_buffer", "logged", "runs_itself"]
+SOUND = [
+    "dropout",
+    "batch_norm",
+    "attention",
+    "sixteen_bits",
+    "shared_weights",
+    "shared_buffer",
+    "logged",
+    "runs_itself",
+    "noisy",
+]

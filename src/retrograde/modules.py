@@ -133,7 +133,7 @@ def _renew(net: str) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Classes that have moved to sequence.py: earlier code and pickled nets look for them here."""
+    """Classes that have moved to sequence.py: earlier code and pickled nets find them here."""
     if name in ("Block", "ReversibleSequence"):
         return getattr(import_module(".sequence", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,9 @@
-"""from_transformer: the layers of `torch.nn.TransformerEncoder` and `TransformerDecoder` as reversible blocks."""
+"""from_transformer: the layers of `torch.nn.TransformerEncoder` and `TransformerDecoder` as reversible blocks, or as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,29 +12,40 @@ from ._base.function_modules import has_hooks
 from ._exact.choose import Arithmetic
 from .errors import ProgramError
 from .memory import Memory
+from .ordinary.sequential import Sequential
 from .sequence import ReversibleSequence
 
-__all__ = ["FromTransformer", "from_transformer"]
+__all__ = ["AsTheyAre", "FromTransformer", "from_transformer"]
 
 Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+Layers = Layer | nn.TransformerEncoder | nn.TransformerDecoder | Iterable[Layer]
+
+
+@overload
+def from_transformer(
+    layers: Layers, *, bits: None = None, memory: Memory = "reverse", arithmetic: Arithmetic = "auto"
+) -> FromTransformer: ...
+
+
+@overload
+def from_transformer(layers: Layers, *, bits: int, memory: Memory = "reverse", arithmetic: Arithmetic = "auto") -> AsTheyAre: ...
 
 
 def from_transformer(
-    layers: Layer | nn.TransformerEncoder | nn.TransformerDecoder | Iterable[Layer],
-    *,
-    memory: Memory = "reverse",
-    arithmetic: Arithmetic = "auto",
-) -> FromTransformer:
+    layers: Layers, *, bits: int | None = None, memory: Memory = "reverse", arithmetic: Arithmetic = "auto"
+) -> FromTransformer | AsTheyAre:
     """A reversible net of pre-norm transformer layers, made of their own modules: attention is f, the feedforward part is g.
 
     - `layers`: a `TransformerEncoder`, a `TransformerDecoder`, one of their layers or several of them. What these take beside the
       sequence is a side input under the same name: `mask` (of a layer: `src_mask`), `src_key_padding_mask`, `is_causal`; of a
       decoder `memory`, `tgt_mask`, `memory_mask` and so on. In a decoder layer f is self-attention followed by attention to
       `memory`. A final norm is applied to the mean of the two streams.
-    - `memory`, `arithmetic`: as in `rg.ReversibleSequence`.
+    - `bits`: the layers as they are instead, pre-norm or post-norm, in an `rg.Sequential`: reversible by a little noise in
+      training, and in `eval()` the function of the stack to the bit. State-dict keys are those of the stack. 4 is a good start.
+    - `memory`, `arithmetic`: as in `rg.ReversibleSequence`. With `bits`, arithmetic is always exact.
 
     Parameters are shared with the given layers, but the two-stream net is another function than theirs: x1 += f(x2) in the place
-    of x += f(x). Post-norm layers raise an error.
+    of x += f(x). Post-norm layers raise an error there.
 
     >>> import torch, retrograde as rg
     >>> layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
@@ -50,6 +61,8 @@ def from_transformer(
         layers = [layers]
     elif not isinstance(layers, Iterable):
         raise _not_a_layer(layers)
+    if bits is not None:
+        return AsTheyAre(list(layers), norm, bits=bits, memory=memory)  # type: ignore[arg-type]
     blocks = [_block(index, layer) for index, layer in enumerate(layers)]  # type: ignore[arg-type]
     return FromTransformer(blocks, norm, memory=memory, arithmetic=arithmetic)
 
@@ -64,6 +77,32 @@ class FromTransformer(ReversibleSequence):
     def forward(self, x: Any, /, **side: Any) -> Any:
         """The output for the sequences `x`. Side inputs are what the layers take beside them, under the same names."""
         out = super().forward(x, **side)
+        return out if self.norm is None else self.norm(out)
+
+
+class AsTheyAre(nn.Module):
+    """The layers of a stack in an `rg.Sequential`, and its final norm, under the names that the stack has for them."""
+
+    def __init__(self, layers: list[nn.Module], norm: nn.Module | None, **options: Any):
+        super().__init__()
+        for layer in layers:
+            if not isinstance(layer, Layer):
+                raise _not_a_layer(layer)
+        self.layers, self.norm = Sequential(layers, **options), norm
+
+    @property
+    def memory(self) -> Memory:
+        return self.layers.memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self.layers.memory = memory
+
+    def forward(self, x: Tensor, /, **side: Any) -> Tensor:
+        """The output for the sequences `x`. Side inputs are what the layers take beside them, under the same names."""
+        if "mask" in side:
+            side["src_mask"] = _mask(side.pop("mask"), side.get("src_mask"))
+        out = self.layers(x, **side)
         return out if self.norm is None else self.norm(out)
 
 
@@ -82,10 +121,7 @@ class SelfAttention(nn.Module):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = False,
     ) -> Tensor:
-        if mask is not None and src_mask is not None:
-            raise ProgramError("mask and src_mask are two names of the same side input: give one of them")
-        mask = src_mask if mask is None else mask
-        return _attend(self, x, None, mask, src_key_padding_mask, is_causal)
+        return _attend(self, x, None, _mask(mask, src_mask), src_key_padding_mask, is_causal)
 
 
 class Attention(nn.Module):
@@ -141,6 +177,12 @@ def _attend(part: Any, x: Tensor, memory: Tensor | None, mask: Any, padding: Any
     return part.dropout(part.attention(x, keys, keys, **masks, is_causal=bool(is_causal), need_weights=False)[0])
 
 
+def _mask(mask: Tensor | None, src_mask: Tensor | None) -> Tensor | None:
+    if mask is not None and src_mask is not None:
+        raise ProgramError("mask and src_mask are two names of the same side input: give one of them")
+    return src_mask if mask is None else mask
+
+
 def _additive(mask: Tensor | None, x: Tensor, name: str) -> Tensor | None:
     """A mask of bools as numbers to add, as the layers of torch do it: two masks of different kinds are a warning there."""
     if mask is None:
@@ -156,7 +198,8 @@ def _block(index: int, layer: Any) -> tuple[nn.Module, nn.Module]:
     if not layer.norm_first:
         raise ProgramError(
             f"layer {index} is post-norm (norm_first=False): its norm acts on the sum of stream and branch, so the stream before "
-            "it cannot be recovered by subtraction. Build it with norm_first=True; weights trained post-norm do not carry over"
+            "it cannot be recovered by subtraction. Build it with norm_first=True (weights trained post-norm do not carry over), "
+            "or take it as it is, with bits=4"
         )
     decoder = isinstance(layer, nn.TransformerDecoderLayer)
     return BothAttentions(layer) if decoder else SelfAttention(layer), FeedForward(layer)

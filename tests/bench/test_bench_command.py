@@ -18,7 +18,7 @@ from support import ROOT, environment, loaded_by, retrograde_command
 
 import retrograde
 from retrograde._base.report import save
-from retrograde.bench import compare, worker
+from retrograde.bench import compare, layers, worker
 from retrograde.bench.__main__ import main, make_parser
 from retrograde.bench.compare import Comparison, Found, Measured, compare_gradients, end
 from retrograde.bench.kernels import kind_of
@@ -101,7 +101,7 @@ def _only_gradients(monkeypatch):
 
 def measured_here(name, **setting):
     """What the worker would find, in this process."""
-    found = worker.outcome({"setting": SETTING | setting, "variant": ALL[name].told(), "depth": 2})
+    found = worker.outcome({"setting": SETTING | setting, "variant": ALL[name].as_dict(), "depth": 2})
     gradients, same = found.pop("gradients", {}), found.pop("same", "")
     return Measured(Found(2, name, **found), gradients, same)
 
@@ -221,7 +221,7 @@ def test_a_block_that_does_another_thing_the_second_time_is_seen(here):
     ],
 )
 def test_a_large_error_sends_to_check(variant, error, dtype, told):
-    setting = {"block": "blocks:wrong", "dtype": dtype, "variants": [v.told() for v in ALL.values()]}
+    setting = {"block": "blocks:wrong", "dtype": dtype, "variants": [v.as_dict() for v in ALL.values()]}
     rows = [Found(2, "ordinary", gradient_error=0.0), Found(2, variant, gradient_error=error)]
     lines = [*doubts(Comparison({}, "", "", setting, rows))]
     assert [line.endswith("run `retrograde check blocks:wrong`") for line in lines] == [True] * told
@@ -313,7 +313,7 @@ def test_errors_in_a_worker_are_told(block, failed, detail, here):
 
 
 def test_a_budget_that_is_too_small_is_told():
-    asked = {"setting": SETTING, "variant": Variant("small", "retrograde", memory={"budget": 9}).told(), "depth": 2}
+    asked = {"setting": SETTING, "variant": Variant("small", "retrograde", memory={"budget": 9}).as_dict(), "depth": 2}
     assert "rg.Budget(9) is too small" in worker.outcome(asked)["detail"]
 
 
@@ -429,21 +429,30 @@ def test_the_script_for_a_gpu(tmp_path):
     echo.write_text(f"""#!{sys.executable}\nimport shlex, sys\nprint(shlex.join(sys.argv[1:]))\n""")
     echo.chmod(0o755)
 
-    def script(*arguments):
+    def script(*arguments, **env):
         command = [ROOT / "benchmarks" / "gpu.sh", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": str(echo)}, check=False)
+        env = {**os.environ, "PYTHON": str(echo), **env}
+        return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
     done = script(tmp_path / "out")
     assert done.returncode == 0, done.stderr
     files = []
     for line in done.stdout.splitlines():
         start, _, command = line.partition(" --")
-        assert start == "-m retrograde.bench"
-        options = make_parser().parse_args(shlex.split(f"--{command}"))
-        assert len(variants_of(options, "cuda")) > 2
+        arguments = shlex.split(f"--{command}")
+        if start == "-m retrograde.bench.layers":
+            options = layers.make_parser().parse_args(arguments)
+            assert layers.ways_of(options.ways, "cuda")[1] == []
+            options.device = "cpu"
+            assert len(layers.sizes_of(layers.setting_of(options))) in (2, 6)
+        else:
+            assert start == "-m retrograde.bench"
+            options = make_parser().parse_args(arguments)
+            assert len(variants_of(options, "cuda")) > 2
         files.append(options.json)
-    assert len(files) == len(set(files)) == 7
+    assert len(files) == len(set(files)) == 12
     assert len(script(tmp_path / "out", "frontier", "peers").stdout.splitlines()) == 3
+    assert "--host 64GiB" in script(tmp_path / "out", "widths", OFFLOAD_HOST="64GiB").stdout
     for arguments, said in ((["out", "deep"], "no part deep"), ([], "FOLDER")):
         refused = script(*[tmp_path / name if name == "out" else name for name in arguments])
         assert refused.returncode == 2

@@ -195,6 +195,23 @@ def test_a_norm_of_rows_that_are_alike():
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_ordinary_layers_with_noise(memory):
+    """Noise and dropout are drawn again, nothing drifts, and a layer that counts its calls is found."""
+
+    def net(*more):
+        return rg.Sequential(*(nn.Sequential(mlp(), nn.Dropout(0.2)) for _ in range(4)), *more, bits=4, memory=memory)
+
+    report = rg.check.gradients(net(), draw())
+    assert report.ok, str(report)
+    assert (report.gradient_error, report.recovered) == (0.0, 0.0)
+    assert rg.check.drift(net(), draw()).worst.absolute == 0.0
+    report = rg.check.gradients(net(Fault("another path"), nn.Tanh()), draw())
+    assert not report.ok
+    (found,) = report.findings
+    assert (found.kind, found.where) == ("stateful", "update 4: x' = Fault(x, seed)")
+
+
 def test_numpy_random_that_is_loaded_by_its_first_use(monkeypatch):
     monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
     report = rg.check.gradients(Playful(), draw())

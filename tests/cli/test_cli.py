@@ -12,7 +12,7 @@ from support import environment, loaded_by, retrograde_command
 
 import retrograde
 from retrograde._base.given import at_least, byte_size, writable
-from retrograde._base.loading import Refused, called, load, told
+from retrograde._base.loading import Refused, called, load, one_line
 from retrograde._base.report import as_json, size
 from retrograde.cli import app
 
@@ -221,9 +221,9 @@ def test_a_factory_that_raises(here):
 
 
 def test_exceptions_in_a_line():
-    assert told(ValueError("\n\n one\ntwo")) == "ValueError: one"
-    assert told(ValueError()) == "ValueError"
-    assert len(told(ValueError("x" * 999))) == 200
+    assert one_line(ValueError("\n\n one\ntwo")) == "ValueError: one"
+    assert one_line(ValueError()) == "ValueError"
+    assert len(one_line(ValueError("x" * 999))) == 200
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ TAKEN = {  # every option that a command has ever had, with a value
     "plan": """--block a:b --model a:b --dim 8 --heads 2 --seq 4 --batch 2 --shape=2,4,8 --depth 3 --dtype float16 --autocast none
         --device cpu --gpu-memory 1GiB --reserve 1MiB --optimizer sgd --grads kept --budget 1MiB --compile-budget 0.3 --devices 2
         --json r.json --plot p.png""",
-    "train": """--out o --resume --data=a,b --depth 2 --width 8 --heads 2 --context 4 --streams 3 --dropout 0.1 --batch 2
+    "train": """--out o --resume --data=a,b --depth 2 --width 8 --heads 2 --context 4 --streams 3 --bits 4 --dropout 0.1 --batch 2
         --accumulate 2 --steps 3 --lr 0.1 --warmup 1 --clip 0.5 --weight-decay 0.2 --step-in-backward --device cpu
         --precision bf16 --memory last:3 --arithmetic exact --compile --parallel ddp --seed 1 --windows 0 --look-every 2
         --save-every 2 --sample 5 --json r.json --plot p.png""",

@@ -23,7 +23,7 @@ def errors(capsys, *argv):
 def test_train_then_sample(tmp_path, capsys):
     assert main(command(tmp_path, sample=40, windows=0)) == 0
     said, run = capsys.readouterr(), tmp_path / "run"
-    assert "3 blocks of width 16, 0.01 M parameters, 2 reversible streams, memory reverse; 4 × 16 bytes a step" in said.err
+    assert "3 blocks of width 16, 0.01 M parameters, 3 reversible streams, memory reverse; 4 × 16 bytes a step" in said.err
     assert "float32 on cpu" in said.err
     assert "held out" in said.err
     assert said.err.count("held-out bits per byte") == 2
@@ -61,7 +61,7 @@ def test_train_then_sample(tmp_path, capsys):
         ({"batch": -4}, "--batch must be 1 or more, got -4"),
         ({"lr": "nan"}, "--lr must be 0 or more, got nan"),
         ({"dropout": 1}, "--dropout must be 0 or more and less than 1, got 1.0"),
-        ({"memory": "none"}, "--memory 'none' is not one of: store, checkpoint, reverse, last:K, anchor:N, budget:3GiB"),
+        ({"memory": "none"}, "--memory 'none' is not one of: store, checkpoint, offload, reverse, last:K, anchor:N, budget:3GiB"),
         ({"memory": "last:0"}, "--memory 'last:0' is not one of"),
         ({"memory": "budget:lots"}, "--memory 'lots' is not a size"),
         ({"memory": "budget:10"}, "rg.Budget(10) is too small"),
@@ -72,6 +72,8 @@ def test_train_then_sample(tmp_path, capsys):
         ({"step_in_backward": True, "clip": 1}, "--clip 1.0 does not go with --step-in-backward"),
         ({"step_in_backward": True, "accumulate": 2}, "--accumulate 2 does not go with --step-in-backward"),
         ({"streams": 1, "memory": "reverse"}, "a net of one stream cannot be reversed"),
+        ({"bits": 4}, "--bits 4 does not go with --streams 3"),
+        ({"streams": 1, "bits": 0}, "--bits must be from 1 to 8, got 0"),
         ({"sample": -1}, "--sample must be 0 or more"),
         ({"seed": -1}, "--seed must be 0 or more"),
         ({"fast": True}, "--fast"),

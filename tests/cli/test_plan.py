@@ -31,6 +31,7 @@ SMALL = {"device": "cpu", "dim": 32, "heads": 2, "seq": 64, "batch": 2, "depth":
 MODELS = """
 import torch
 import retrograde as rg
+from retrograde.models.blocks import Residual
 from retrograde.models.language import Language
 
 def language(depth, dim, seq, batch):
@@ -75,6 +76,14 @@ def fails(depth, batch):
             raise ValueError(300 * "x")
     return Net(), torch.randn(batch, 8)
 
+def noisy(depth, dim):
+    return rg.Sequential([Residual(torch.nn.Tanh(), torch.nn.Linear(dim, dim)) for _ in range(depth)], bits=4)
+
+def one_way(depth, dim):
+    net = noisy(depth, dim)
+    net.bits = None
+    return net
+
 def number():
     return 3
 
@@ -111,9 +120,10 @@ def test_predictions_are_what_the_meter_measures(grads):
     precision = {"kept": "bfloat16", "none": "none"}[grads]  # exact and float arithmetic
     setting = {"device": "cpu", "widths": [32], "depths": [8], "length": 32, "batch": 2, "autocast": [precision]}
     rows = foretold.compare({**setting, "grads": grads}, say=lambda text: None)
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
-        limit = 0.05 if row.policy == "budget" else 0.005
+        sketched = row.policy == "checkpoint" and precision == "bfloat16"  # on a CPU in float32, which a trace leaves out
+        limit = 0.05 if row.policy == "budget" or sketched else 0.005
         assert abs(row.error) < limit, row
         assert row.activations > 2 * 32 * 32 * 4
 
@@ -352,7 +362,7 @@ def test_the_large_case_by_the_command(tmp_path):
 
 def test_the_command(here, capsys, monkeypatch):
     without = tuple(way for way in WAYS if way != "compile")
-    monkeypatch.setattr("retrograde.planning.plan.WAYS", without)  # splits of a function take a second at each size
+    monkeypatch.setattr("retrograde.planning.predict.WAYS", without)  # splits of a function take a second at each size
     monkeypatch.delitem(REACHES, "seq")
     sizes = "--device cpu --dim 32 --heads 2 --seq 16 --batch 2 --depth 2 --gpu-memory 2MiB"
     assert app.main(["plan", *sizes.split(), "--json", "plan.json"]) == 0
@@ -364,7 +374,8 @@ def test_the_command(here, capsys, monkeypatch):
     told = json.loads((here / "plan.json").read_text())
     assert [row["way"] for row in told["rows"]] == list(without)
     assert all(row["reach"].keys() == {"depth", "batch"} for row in told["rows"])
-    assert told["rows"][0]["bytes"]["peak"] > told["rows"][2]["bytes"]["peak"]
+    peak = {row["way"]: row["bytes"]["peak"] for row in told["rows"]}
+    assert peak["store"] > peak["reverse"]
 
 
 def test_a_picture_and_no_memory_to_fit_into(here, capsys):
@@ -386,6 +397,21 @@ def test_models_of_users(here):
     assert ", depth" not in fixed.what()
     halved = planner(model="plan_models:half", dtype="float16").at("store", (9, 64, 2))
     assert halved.parameters == 9 * 2 * 2 * (32 * 32 + 32)
+
+
+def test_a_model_of_ordinary_layers(here):
+    """With bits every way has a prediction, and each layer more is a checkpoint or the bits of one. Without, none is made."""
+    found = make_plan(planner(model="plan_models:noisy", depth=24)).rows
+    deeper = make_plan(planner(model="plan_models:noisy", depth=32)).rows
+    assert [row.way for row in found] == ["store", "checkpoint", "compile", "reverse", "budget"]
+    assert all(row.failed is None for row in found)
+    grows = {a.way: (b.predicted.activations - a.predicted.activations) / 8 for a, b in zip(found, deeper, strict=True)}
+    elements = 2 * 64 * 32
+    assert grows["reverse"] == elements * 4 / 8
+    assert grows["checkpoint"] == pytest.approx(4 * elements, rel=0.1)
+    assert grows["checkpoint"] <= grows["compile"] <= grows["store"]
+    with pytest.raises(rg.ProgramError, match=r"cannot be undone. Use rg.Sequential\(…, bits=4\)"):
+        make_plan(planner(model="plan_models:one_way"))
 
 
 def test_models_made_of_copies(here):
@@ -445,7 +471,7 @@ def test_the_way_out_is_told_where_it_is_one(here, capsys):
 
 
 def test_a_budget_that_is_too_small_is_a_row(capsys, monkeypatch):
-    monkeypatch.setattr("retrograde.planning.plan.WAYS", ("store", "checkpoint", "reverse", "budget"))
+    monkeypatch.setattr("retrograde.planning.predict.WAYS", ("store", "checkpoint", "reverse", "budget"))
     monkeypatch.delitem(REACHES, "seq")
     monkeypatch.delitem(REACHES, "batch")
     sizes = "--device cpu --dim 32 --heads 2 --seq 8 --batch 2 --depth 1 --budget 1KiB --gpu-memory 64MiB"

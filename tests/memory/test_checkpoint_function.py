@@ -277,6 +277,36 @@ def test_nothing_is_left(memory):
         assert alive() is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", MEMORY)
+def test_on_a_gpu(memory):
+    """Gradients to the bit, and under offload device memory that is flat in depth."""
+    torch.cuda.init()
+    width, rows = 512, 4096
+
+    def step(ck, depth):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(depth)).cuda()
+        x = torch.randn(rows, width, device="cuda", requires_grad=True)
+        for layer in layers:
+            layer[0].weight.grad, layer[0].bias.grad = (torch.zeros_like(p) for p in layer.parameters())
+        h = x
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        for layer in layers:
+            h = ck(layer, h)
+        h.square().sum().backward()
+        torch.cuda.synchronize()
+        return [x.grad, *(p.grad for p in layers.parameters())], torch.cuda.max_memory_allocated() - start
+
+    found, true = step(rg.Checkpoint(memory), 4)[0], step(plainly, 4)[0]
+    assert all(map(torch.equal, found, true))
+    stream = rows * width * 4
+    grown = step(rg.Checkpoint(memory), 24)[1] - step(rg.Checkpoint(memory), 12)[1]
+    assert grown <= 2 * stream if memory == "offload" else 11 * stream < grown < 13 * stream
+
+
 # -- what backward could not repeat --------------------------------------------------------------------------------------
 
 
@@ -376,6 +406,38 @@ def test_something_else_the_second_time():
                 loss_of(out).backward()
         else:
             loss_of(out).backward()
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return (super().forward(x) * self.calls).sin()
+
+
+class Model(nn.Module):
+    """Layers under rg.Checkpoint."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers, self.checkpoint = nn.ModuleList(layers), rg.Checkpoint()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.checkpoint(layer, x).tanh()
+        return x
+
+
+def test_check():
+    """It takes a net that runs under rg.Checkpoint, and names the function at fault."""
+    report = rg.check.gradients(Model(linear(), linear()), draw())
+    assert (report.ok, report.findings, report.steps) == (True, [], 3), str(report)
+    report = rg.check.gradients(Model(linear(), Counting(WIDTH, WIDTH).double()), draw())
+    (finding,) = report.findings
+    assert not report.ok
+    assert (finding.kind, finding.where) == ("stateful", "update 0: out = Counting(args)")
+    assert "self.calls += 1" in finding.code
 
 
 def test_tensors_that_nobody_can_see():
@@ -482,3 +544,11 @@ def test_compiled_inside(memory):
         layer.compile(backend=backend)
     assert_same(gradients(lambda: make(rg.Checkpoint(memory)), wanted), true)
     assert len(runs) == 4
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    """There is no backward pass: fn as it is."""
+
+    model, x = Model(linear(), linear()), draw(grad=False)
+    torch.testing.assert_close(torch.export.export(model, (x,), strict=strict).module()(x), model(x))

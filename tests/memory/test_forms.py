@@ -138,7 +138,7 @@ def test_reversible_too():
     ("make", "words"),
     [
         (lambda: rg.compile_fns(net_of(1), lean=1.5), "between 0 and 1"),
-        (lambda: rg.compile_fns(nn.Linear(2, 2)), "takes an rg.Reversible.*Give the one inside"),
+        (lambda: rg.compile_fns(nn.Linear(2, 2)), "takes an rg.Sequential, .*Give the one inside"),
         (lambda: rg.compile_fns(rg.Reversible([rg.Update("a", torch.sin, "b")])), "compiles modules in place"),
     ],
 )

@@ -308,6 +308,15 @@ def test_an_exception_gives_everything_back(lanes, second):
     assert given_back(lanes)
 
 
+def test_no_books_are_kept_of_what_is_gone(lanes):
+    net, x = rg.Sequential(layers(), memory="offload"), draw(*SHAPE)
+    for _ in range(5):
+        net(x).sum().backward()
+    (found,) = lanes.values()
+    assert len(found.known) <= 1  # x itself
+    assert not [*found.homes, *found.came, *found.leaving]
+
+
 def test_a_branch_that_the_loss_does_not_reach(lanes):
     net, other, x = rg.Sequential(layers(), memory="offload"), rg.Sequential(layers(), memory="offload"), draw(*SHAPE)
     y, z = net(x), other(x)
@@ -460,20 +469,35 @@ def test_available_memory_of_this_machine():
 @pytest.mark.parametrize(
     ("limit", "left"), [("max", 64 << 20), ("1000000", 1_000_000 - 700_000 + 300_000), ("9223372036854771712", 64 << 20)]
 )
-def test_available_memory_of_a_container(tmp_path, monkeypatch, limit, left):
+@pytest.mark.parametrize(
+    "own", ["0::/", "0::/jobs/7", "4:memory:/docker/that/is/not/here\n3:cpu:/"], ids=["container", "job", "old"]
+)
+def test_available_memory_of_a_container(tmp_path, monkeypatch, own, limit, left):
     """Less than the machine has. The pages of files count as used there, and can be had."""
-    for name, text in {
-        "meminfo": "MemTotal: 99999 kB\nMemAvailable:  65536 kB\n",
-        "memory.max": limit,
-        "memory.current": "700000\n",
+    old = "memory" in own
+    group = {
+        "memory.limit_in_bytes" if old else "memory.max": limit,
+        "memory.usage_in_bytes" if old else "memory.current": "700000\n",
         "memory.stat": "anon 350000\nfile 350000\nactive_file 100000\ninactive_file 200000\n",
-    }.items():
+    }
+    files = {"proc/meminfo": "MemTotal: 99999 kB\nMemAvailable:  65536 kB\n", "proc/self/cgroup": own}
+    files |= {f"{'groups/memory' if old else 'groups'}/{name}": text for name, text in group.items()}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(pinned, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(pinned, "_CONTAINERS", ((tmp_path, "memory.max", "memory.current"), (tmp_path / "v1", "most", "used")))
+    monkeypatch.setattr(pinned, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(pinned, "_GROUPS", tmp_path / "groups")
     assert pinned.available() == left
-    monkeypatch.setattr(pinned, "_MEMINFO", tmp_path / "none")
-    (tmp_path / "memory.stat").unlink()
+    if "jobs" in own:
+        inner = tmp_path / "groups" / "jobs" / "7"
+        inner.mkdir(parents=True)
+        for name, text in group.items():
+            (inner / name).write_text(text)
+        (inner / "memory.max").write_text("900000")
+        assert pinned.available() == 500_000
+    for path in tmp_path.glob("*/meminfo"), tmp_path.glob("**/memory.stat"):
+        for one in path:
+            one.unlink()
     assert pinned.available() is None
 
 

@@ -94,6 +94,29 @@ def test_dropout_draws_as_the_layers_do():
     assert_same(gradients(lambda: net(x), wanted), gradients(lambda: encoder_by_hand(stack, x), wanted))
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("make", [encoder, decoder])
+def test_layers_as_they_are(make, norm_first):
+    """With bits: in eval mode the stack itself to the bit, and in training the gradients of store to the bit, dropout on."""
+    stack, x = make(dropout=0.3, norm_first=norm_first), draw(2, 5, WIDTH)
+    side = {"memory": draw(2, 4, WIDTH), "tgt_mask": CAUSAL} if make is decoder else {"mask": CAUSAL}
+    net = rg.from_transformer(stack, bits=4)
+    assert net.memory == "reverse"
+    assert net.state_dict().keys() == stack.state_dict().keys()
+    wanted = [x, *(t for t in side.values() if t.requires_grad), *stack.parameters()]
+    found = gradients(lambda: net(x, **side), wanted)
+    net.memory = "store"
+    for a, b in zip(found, gradients(lambda: net(x, **side), wanted), strict=True):
+        assert torch.equal(a, b)
+    plain = gradients(lambda: stack(x, **side), wanted)
+    assert not any(torch.equal(a, b) for a, b in zip(found, plain, strict=True))  # there is noise
+    assert torch.equal(net.eval()(x, **side), stack.eval()(x, **side))
+    with pytest.raises(rg.ProgramError, match="two names of the same"):
+        rg.from_transformer(encoder(), bits=4)(x, mask=CAUSAL, src_mask=CAUSAL)
+    with pytest.raises(rg.ProgramError, match="got a Linear"):
+        rg.from_transformer([nn.Linear(4, 4)], bits=4)  # type: ignore[list-item]
+
+
 def test_layers_one_by_one():
     stack, x = encoder(norm=False), draw(2, 5, WIDTH)
     whole = rg.from_transformer(stack)(x, mask=CAUSAL)

@@ -16,7 +16,7 @@ SETTING |= {"block": None, "rounds": 2, "seed": 0, "timeout": 100, "profile": Fa
 
 def measured(name, **setting):
     variant = next(v for v in variants({}) if v.name == name)
-    found = worker.outcome({"setting": SETTING | setting, "variant": variant.told(), "depth": 8})
+    found = worker.outcome({"setting": SETTING | setting, "variant": variant.as_dict(), "depth": 8})
     gradients, same = found.pop("gradients", {}), found.pop("same", "")
     return Measured(Found(8, name, **found), gradients, same)
 

@@ -53,14 +53,29 @@ def test_reverse_equals_store_with_dropout(tmp_path):
     assert same(store[1], reverse[1])
 
 
+def test_an_ordinary_net_with_bits(tmp_path):
+    """Reversed, it trains as under store, to the bit. Its noise is in steps alone, and whoever loads it gets the plain net."""
+    kinds = {"store": {"memory": "store", "bits": 4}, "reverse": {"bits": 4}, "plain": {}}
+    more = {"streams": 1, "dropout": 0.3, "accumulate": 2, "sample": 30}
+    found = {name: trained(tmp_path / name, **kind, **more) for name, kind in kinds.items()}
+    assert settle(device="cpu", **kinds["reverse"], **more).memory == "reverse"
+    assert found["store"][0] == found["reverse"][0]
+    assert same(found["store"][1], found["reverse"][1])
+    assert all(a != b for a, b in zip(found["reverse"][0], found["plain"][0], strict=True))
+    first = [read(tmp_path / name / "run/metrics.jsonl")[0]["held_out_bits"] for name in kinds]
+    assert first[0] == first[1] == first[2]
+    model = load_model(tmp_path / "reverse" / "run", "cpu")
+    assert model.extend(b"\0", 30, generator=torch.Generator().manual_seed(0)) == found["reverse"][2].sample
+
+
 def test_dropout_in_steps_alone(tmp_path):
-    """The weights stay, so that all looks and both samples are the same, and losses differ by dropout alone."""
+    """The weights stay, so that all evaluations and both samples are the same, and losses differ by dropout alone."""
     still = {"lr": 0.0, "steps": 3, "look_every": 1, "sample": 30}
     found = {dropout: trained(tmp_path / str(dropout), dropout=dropout, **still) for dropout in (0.0, 0.5)}
     assert all(a != b for a, b in zip(found[0.0][0], found[0.5][0], strict=True))
-    looks = [r["held_out_bits"] for d in found for r in read(tmp_path / str(d) / "run/metrics.jsonl") if "held_out_bits" in r]
-    assert len(looks) == 8
-    assert len(set(looks)) == 1
+    held_out = [r["held_out_bits"] for d in found for r in read(tmp_path / str(d) / "run/metrics.jsonl") if "held_out_bits" in r]
+    assert len(held_out) == 8
+    assert len(set(held_out)) == 1
     assert found[0.0][2].sample == found[0.5][2].sample
     model = load_model(tmp_path / "0.5" / "run", "cpu")
     assert model.extend(b"\0", 30, generator=torch.Generator().manual_seed(0)) == found[0.5][2].sample
@@ -88,10 +103,11 @@ def test_every_part_of_a_batch_has_its_own_dropout(tmp_path, monkeypatch):
         {"step_in_backward": True},
         {"precision": "bf16", "accumulate": 2},
         {"streams": 1},
-        {"streams": 3},
+        {"streams": 2},
+        {"streams": 1, "bits": 4, "accumulate": 2},
         {"dropout": 0.3, "accumulate": 2},
     ],
-    ids=["plain", "step in backward", "bf16, accumulated", "one stream", "three streams", "dropout"],
+    ids=["plain", "step in backward", "bf16, accumulated", "one stream", "two streams", "bits", "dropout"],
 )
 def test_resumes_to_the_bit(tmp_path, more):
     """Interrupted after a few steps, then resumed: as if it had never stopped."""
@@ -111,11 +127,11 @@ class Interrupted(Exception):
 
 
 def stop_after(step):
-    def hear(what, record):
+    def on_event(what, record):
         if what == "step" and record["step"] == step:
             raise Interrupted
 
-    return hear
+    return on_event
 
 
 def test_step_in_backward_equals_ordinary_steps(tmp_path):
@@ -134,10 +150,10 @@ def test_it_learns_and_says_so(tmp_path):
     heard = []
     settings = tiny(tmp_path, steps=40, look_every=20, save_every=10, sample=20)
     outcome = train(settings, lambda what, record: heard.append((what, record)))
-    looks = [record["held_out_bits"] for what, record in heard if what == "look"]
-    assert len(looks) == 3
-    assert looks[0] == pytest.approx(8, abs=0.3)
-    assert looks[-1] < looks[0] - 2
+    held_out = [record["held_out_bits"] for what, record in heard if what == "evaluated"]
+    assert len(held_out) == 3
+    assert held_out[0] == pytest.approx(8, abs=0.3)
+    assert held_out[-1] < held_out[0] - 2
     assert [record["step"] for what, record in heard if what == "saved"] == [10, 20, 30, 40]
     assert [path.name for path in checkpoints.found(settings.out / "checkpoints")] == ["step-00000030.pt", "step-00000040.pt"]
     assert len(outcome.sample) == 20
@@ -145,7 +161,7 @@ def test_it_learns_and_says_so(tmp_path):
     assert steps[0].keys() == {"step", "loss", "lr", "norm", "tokens_per_second", "seconds", "peak_bytes"}
     assert all(record["tokens_per_second"] > 0 and record["peak_bytes"] > 1e7 for record in steps)
     written = [json.loads(line) for line in (settings.out / "metrics.jsonl").read_text().splitlines()]
-    assert written == [record for what, record in heard if what in ("step", "look")]
+    assert written == [record for what, record in heard if what in ("step", "evaluated")]
     model = load_model(settings.out, "cpu")
     assert model.extend(b"\0", 20, generator=torch.Generator().manual_seed(0)) == outcome.sample
 
@@ -196,8 +212,8 @@ def test_spoilt_weights_are_not_saved(tmp_path, monkeypatch):
 def test_other_settings_on_resume(tmp_path):
     train(tiny(tmp_path, steps=2))
     notes = []
-    hear = lambda what, record: notes.append(record) if what == "note" else None  # noqa: E731
-    train(tiny(tmp_path, steps=3, lr=1e-3, dropout=0.1, resume=True), hear)
+    on_event = lambda what, record: notes.append(record) if what == "note" else None  # noqa: E731
+    train(tiny(tmp_path, steps=3, lr=1e-3, dropout=0.1, resume=True), on_event)
     assert "resumed from" in notes[0]["text"]
     assert "steps 3 (was 2)" in notes[0]["text"]
     assert "lr 0.001 (was 0.01)" in notes[0]["text"]
@@ -218,8 +234,8 @@ def test_other_settings_on_resume(tmp_path):
 
 def test_resume_without_a_checkpoint_begins(tmp_path):
     notes = []
-    hear = lambda what, record: notes.append(record["text"]) if what == "note" else None  # noqa: E731
-    train(tiny(tmp_path, steps=2, resume=True), hear)
+    on_event = lambda what, record: notes.append(record["text"]) if what == "note" else None  # noqa: E731
+    train(tiny(tmp_path, steps=2, resume=True), on_event)
     assert "no checkpoint in" in notes[0]
     assert len(losses(tmp_path / "run")) == 2
 
@@ -232,6 +248,8 @@ def test_resume_without_a_checkpoint_begins(tmp_path):
         ({"clip": -1.0}, "clip must be 0 or more"),
         ({"dropout": 1.0}, "dropout must be 0 or more and less than 1, got 1.0"),
         ({"dropout": math.nan}, "dropout must be 0 or more and less than 1, got nan"),
+        ({"bits": 4}, "bits 4 does not go with streams 3: it is for streams 1, an ordinary net"),
+        ({"streams": 1, "bits": 9}, "bits must be from 1 to 8, got 9"),
         ({"device": "tpu"}, "device 'tpu' is not one of: auto, cpu, cuda"),
         ({"parallel": "dp"}, "parallel 'dp' is not one of"),
         ({"step_in_backward": True, "clip": 1.0}, "clip 1.0 does not go with step_in_backward: clipping by the global norm"),
@@ -285,8 +303,8 @@ def test_compiled(tmp_path):
 
 def test_checkpoints_from_before_there_were_streams():
     """They name one_stream, or nothing, and no dropout."""
-    now = settle(device="cpu").plain()
-    old = {name: value for name, value in now.items() if name not in ("streams", "dropout")}
+    now = settle(device="cpu", streams=2).plain()
+    old = {name: value for name, value in now.items() if name not in ("streams", "bits", "dropout")}
     assert differences({**old, "one_stream": False}, now) == differences(old, now) == []
     with pytest.raises(TrainingError, match="the checkpoint has streams 1, this command streams 2"):
         differences({**old, "one_stream": True}, now)

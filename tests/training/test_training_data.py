@@ -95,7 +95,7 @@ def test_folders_leave_out_what_is_no_text(folder):
     data = open_data([folder, folder / "00.txt"], 16)
     assert data.skipped == 2
     assert len(data.train.parts) + len(data.held_out.parts) == 23
-    assert "2 empty or binary files left out" in data.told()
+    assert "2 empty or binary files left out" in data.summary()
 
 
 def test_a_file_that_changes_is_told(folder):

@@ -75,10 +75,13 @@ def test_resumes_sharded_to_the_bit(launcher, runs, tmp_path):
     assert resumed(launcher, runs, tmp_path, "fsdp", 2, "fsdp") == losses(runs / "fsdp" / "run")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_dropout(launcher, tmp_path, kind):
-    """Two processes drop what one process drops in as many pieces; also from the middle on, where the checkpoint is of one."""
-    more = {"steps": 4, "save_every": 2, "dropout": 0.3}
+@pytest.mark.parametrize(
+    ("kind", "noise"), [("ddp", {}), ("fsdp", {}), ("ddp", {"streams": 1, "bits": 4}), ("fsdp", {"streams": 1, "bits": 4})]
+)
+def test_dropout(launcher, tmp_path, kind, noise):
+    """Two processes drop what one process drops in as many pieces; also from the middle on, where the checkpoint is of one.
+    The noise of an ordinary net with bits is the same as well."""
+    more = {"steps": 4, "save_every": 2, "dropout": 0.3, **noise}
     alone = launcher.run(*command(tmp_path, accumulate=2, **more))
     assert alone.rc == 0, alone.err
     wanted, newest = losses(tmp_path / "run"), tmp_path / "run" / "checkpoints" / "step-00000004.pt"

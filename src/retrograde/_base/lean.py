@@ -49,7 +49,7 @@ def two_forms(fns: Iterable[Any]) -> bool:
     return any(isinstance(getattr(fn, "_compiled_call_impl", None), Forms) for fn in compiled_parts(fns))
 
 
-def looks(program: Any) -> Iterable[Any]:
+def signature(program: Any) -> Iterable[Any]:
     """What decides, besides the inputs, what the functions of a program save: how they are compiled, and their flags."""
     fns = compiled_parts(update.fn for update in program.updates)
     for fn in dict.fromkeys(fn for fn in fns if isinstance(fn, nn.Module)):

@@ -35,9 +35,9 @@ def load(spec: str, option: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise Refused(f"{option} {spec}: no module {error.name!r}, neither here nor installed") from error
-        raise Refused(f"{option} {spec}: importing {module_name} fails: {told(error)}") from error
+        raise Refused(f"{option} {spec}: importing {module_name} fails: {one_line(error)}") from error
     except Exception as error:
-        raise Refused(f"{option} {spec}: importing {module_name} fails: {told(error)}") from error
+        raise Refused(f"{option} {spec}: importing {module_name} fails: {one_line(error)}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise Refused(f"{option} {spec}: {module_name} has no {name!r}")
@@ -52,7 +52,7 @@ def called(spec: str, option: str, factory: Callable[..., Any], *args: Any, **kw
     try:
         return factory(*args, **kwargs)
     except Exception as error:
-        raise Refused(f"{option} {spec} raises {told(error)}") from error
+        raise Refused(f"{option} {spec} raises {one_line(error)}") from error
 
 
 def sized(spec: str, option: str, factory: Callable[..., Any], sizes: dict[str, int]) -> Callable[[], Any]:
@@ -89,7 +89,7 @@ def kind_of(thing: object) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def told(error: BaseException, width: int = 200) -> str:
+def one_line(error: BaseException, width: int = 200) -> str:
     """An exception in one short line."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__

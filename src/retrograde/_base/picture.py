@@ -12,7 +12,13 @@ from .report import beside
 
 COLORS = {"store": "#8a8f98", "checkpoint": "#d97706", "reverse": "#1d4ed8", "budget": "#0f766e"}
 FAMILIES = {"ordinary": COLORS["store"], "partition": "#7c3aed", "checkpoint": COLORS["checkpoint"], "reverse": COLORS["reverse"]}
-FAMILIES |= {"overlap": "#60a5fa", "store-half": "#0891b2", "budget": COLORS["budget"], "compile": FAMILIES["partition"]}
+FAMILIES |= {
+    "overlap": "#60a5fa",
+    "store-half": "#0891b2",
+    "budget": COLORS["budget"],
+    "compile": FAMILIES["partition"],
+    "bits": "#be185d",
+}
 INK, FAINT = "#1f2328", "#6b7280"
 
 

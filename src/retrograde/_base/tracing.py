@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from ..errors import ProgramError
 from . import torch_private
 from .torch_private import skip_in_traces
@@ -32,6 +34,12 @@ def untraced(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 whole_graph = at_trace_time(torch_private.whole_graph)
+
+
+@at_trace_time
+def exporting() -> bool:
+    """Inside torch.export. It is asked outside of the trace, as torch 2.11 says yes in all of them."""
+    return torch.compiler.is_exporting()
 
 
 _NAMED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()

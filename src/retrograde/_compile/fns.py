@@ -33,21 +33,22 @@ def compile_fns(net: Any, *, lean: float = 0.3, backend: Any = "inductor", dynam
     if not isinstance(lean, (int, float)) or not 0 <= lean <= 1:
         raise ProgramError(f"lean is a share of what a function saves, between 0 and 1, got {lean!r}")
     if not hasattr(net, "functions"):
+        kind = type(net).__name__
         way_out = "Give the one inside of it" if isinstance(net, nn.Module) else "Make one of your functions"
-        raise ProgramError(f"compile_fns takes an rg.Reversible or rg.ReversibleSequence, got a {type(net).__name__}. {way_out}")
+        raise ProgramError(f"compile_fns takes an rg.Sequential, rg.ReversibleSequence or rg.Reversible, got a {kind}. {way_out}")
     compiled: dict[type, tuple[Any, Any]] = {}
     for fn in compiled_parts(net.functions()):
         if not isinstance(fn, nn.Module):
             raise ProgramError(f"compile_fns compiles modules in place, and {fn!r} is none. Use torch.compile on it")
         kind = type(fn)
         if kind not in compiled:  # functions of one class share what is compiled
-            pair = [torch.compile(_caller(), backend=_saving(backend, share), dynamic=dynamic) for share in (None, lean)]
+            pair = [torch.compile(caller(), backend=saving(backend, share), dynamic=dynamic) for share in (None, lean)]
             compiled[kind] = pair[0], pair[1]
         fn._compiled_call_impl = Forms(fn, *compiled[kind])  # type: ignore[assignment]
     return net
 
 
-def _caller() -> Callable[..., Any]:
+def caller() -> Callable[..., Any]:
     """A function of its own, as torch.compile counts what it has compiled by code object."""
     code = _call.__code__.replace(co_name="call")
     return types.FunctionType(code, _call.__globals__, "call")
@@ -57,7 +58,7 @@ def _call(fn: Any, *args: Any, **kwargs: Any) -> Any:
     return fn._call_impl(*args, **kwargs)
 
 
-def _saving(backend: Any, share: float | None) -> Callable[..., Any]:
+def saving(backend: Any, share: float | None) -> Callable[..., Any]:
     """The backend, partitioning into forward and backward so that this share is saved between them."""
 
     def compile_graph(graph: Any, inputs: Any) -> Any:

@@ -60,7 +60,7 @@ class Context:
             if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
                 raise errors.ProgramError("fn changed a list or a dict among the side inputs. Let it return what it has to tell")
 
-    def looks(self, streams: Iterable[Tensor]) -> Iterable[Any]:
+    def signature(self, streams: Iterable[Tensor]) -> Iterable[Any]:
         """What decides what fns save, as far as it is known before they run: shapes and flags, but no numbers."""
         yield from ((t.shape, t.dtype, t.device, t.requires_grad) for t in (*streams, *self.tensors))
         yield from (o if isinstance(o, (bool, str)) else type(o) for o in self.others)

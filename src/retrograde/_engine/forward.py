@@ -30,7 +30,7 @@ from .records import Record, Run
 
 _at_end = itemgetter(3)
 _target, _sources = attrgetter("update.target"), attrgetter("update.sources")
-_look = attrgetter("shape", "dtype", "device", "_version")
+_described = attrgetter("shape", "dtype", "device", "_version")
 
 
 def forward(run: Run, index: int, update: Update, state: Streams) -> None:
@@ -69,7 +69,7 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
         bought = run.purse is not None and run.purse.buys(record, record.where, tensors(before))
         if bought or not modules.repeatable:
             record.values, record.before = [t.detach() for t in live], before
-        record.meta = _shared(list(map(_look, live)), context.known)
+        record.meta = _shared(list(map(_described, live)), context.known)
         if versions != list(map(_at_end, record.meta)):
             record.stale = [j for j, version in enumerate(versions) if version != record.meta[j][3]]
         early = run.keeps_sources and bool(live) and not record.stale and record.values is None

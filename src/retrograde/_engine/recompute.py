@@ -21,7 +21,7 @@ from .nodes import AllSaved, Place, dead, packer, source
 from .records import Record, Walk
 from .replay import recomputing
 
-_look = attrgetter("shape", "dtype", "device", "_version")
+_described = attrgetter("shape", "dtype", "device", "_version")
 
 
 def recompute(walk: Walk, record: Record, whole: bool = False) -> list[Tensor | None]:
@@ -59,7 +59,7 @@ def recompute(walk: Walk, record: Record, whole: bool = False) -> list[Tensor | 
             values = list(store)
             store.clear()  # the graph holds on to the hooks, they to the list, these tensors to the graph
             use_lean(form)
-    same = list(map(_look, values)) == record.meta
+    same = list(map(_described, values)) == record.meta
     if stopped and not same:  # somebody who only looks on may have saved tensors as well
         return recompute(walk, record, whole=True)
     if difference and not stopped:
@@ -176,10 +176,10 @@ def _by_number(record: Record, values: list[Any], gone: Sequence[int]) -> list[A
     """What was saved, at the numbers of the first run, or an error. Graphs that are gone need not be the same."""
     then = [j for j in range(len(record.meta)) if j not in record.dead]
     kept = [t for j, t in enumerate(values) if j not in gone]
-    if _difference_of([record.meta[j] for j in then], list(map(_look, kept))) is None:
+    if _difference_of([record.meta[j] for j in then], list(map(_described, kept))) is None:
         found = dict(zip(then, kept, strict=True))
         return [found.get(j) for j in range(len(record.meta))]
-    if difference := _difference_of(record.meta, list(map(_look, values))):
+    if difference := _difference_of(record.meta, list(map(_described, values))):
         raise errors.other_path(record.where, difference)
     return values
 
@@ -201,5 +201,5 @@ def _check_captured(record: Record, own: Any, values: list[Any]) -> None:
     """A saved tensor with another version than in the first run, which is none of our own, was edited from outside."""
     homes = {home_of(t) for t in tensors(own)}
     for old, t in zip(record.meta, values, strict=True):
-        if t is not None and old != _look(t) and home_of(t) not in homes:
+        if t is not None and old != _described(t) and home_of(t) not in homes:
             raise errors.changed_since(record.where, record.modules.name_of(t) or errors.held_tensor(t.shape))

@@ -17,7 +17,7 @@ from .._base import tracing
 from .._base.function_modules import Held
 from .._base.pytrees import S, dense, each, tensors
 from .._base.torch_private import in_forward_mode, in_transform, outside_traces
-from .._base.tracing import at_trace_time, named, whole_graph
+from .._base.tracing import at_trace_time, exporting, named, whole_graph
 from .._exact.choose import Arithmetic, check_arithmetic, exact_streams
 from .._exact.range import Ledger
 from .._exact.streams import carried, read
@@ -52,7 +52,7 @@ def run(
     >>> out = rg.run([rg.Update("a", f, "b"), rg.Update("b", g, "a")], {"a": x, "b": x})
     >>> out["a"].sum().backward()
     """
-    if torch.compiler.is_exporting():
+    if exporting():
         memory = "store"  # there is no backward pass
     if torch.compiler.is_dynamo_compiling():
         if whole_graph():

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from .. import errors
-from .._base.lean import looks, two_forms, use_lean
+from .._base.lean import signature, two_forms, use_lean
 from .._base.pytrees import tensors
 from .._base.torch_private import home_of, pop_hooks, push_hooks, under_hooks
 from .._exact.choose import refuse_growth
@@ -119,7 +119,7 @@ def _within(
     if not forms and not isinstance(limit, str):  # nothing to learn
         hooked(program, indices, state, context, purse=Purse(limit, streams, room))
         return False
-    key = (limit, room, len(indices), *context.looks(streams), *(looks(program) if forms else ()))
+    key = (limit, room, len(indices), *context.signature(streams), *(signature(program) if forms else ()))
     known: dict[Any, Learned] = program.notes.setdefault("learned", {})
     learned = known.setdefault(key, Learned())
     while len(known) > _SIZES:
@@ -138,7 +138,7 @@ def _within(
             known.pop(key, None)
             raise
         if learns:
-            learned.look_at(purse)
+            learned.learn(purse)
         return False
     first = indices.stop - learned.stored
     middle = indices.stop - learned.full

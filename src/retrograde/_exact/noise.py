@@ -23,6 +23,7 @@ from torch import Tensor
 from .._base.torch_private import in_forward_mode, in_transform, in_vmap, quick_apply
 from . import cuda as fused
 from .cuda import on_grid
+from .fake import pretended
 from .range import GRID, Ledger
 
 _CHUNK = 1 << 15  # elements at a time for each thread of a CPU: so the steps between stay in its cache
@@ -110,7 +111,8 @@ def _in_chunks(step: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor],
     """`step` on some elements of all tensors at a time, in the order of their positions. What it returns is written to `made`."""
     flat, out = [t.reshape(-1) for t in given], [t.view(-1) for t in made]
     count = flat[0].numel()
-    size = _CHUNK * torch.get_num_threads() if flat[0].device.type == "cpu" else max(1, count)
+    on_cpu = (pretended(flat[0]) or flat[0].device.type) == "cpu"
+    size = _CHUNK * torch.get_num_threads() if on_cpu else max(1, count)
     for start in range(0, count, size):
         for t, part in zip(out, step(*(t[start : start + size] for t in flat)), strict=False):
             t[start : start + size].copy_(part)

@@ -28,7 +28,7 @@ class Learned:
         self.largest = 0
         self.stored = self.full = 0  # so many of the last updates are stored; so many of these in the full form
 
-    def look_at(self, purse: Purse) -> None:
+    def learn(self, purse: Purse) -> None:
         self.sizes.append(purse.sizes)
         self.largest = max(self.largest, purse.largest)
         if len(self.sizes) == 2:

@@ -99,7 +99,7 @@ class Lane:
         self.leaving: deque[_Leaving] = deque()
         self.latest: weakref.ref[Moved] | None = None
         self.known: Any = WeakIdKeyDictionary()  # by tensor and version: what many updates read moves once
-        self.homes: dict[int, tuple[weakref.ref[Moved], int]] = {}  # by storage, while it is on the device
+        self.homes: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()  # by storage, while it is here
         self.came: list[weakref.ref[Moved]] = []  # back, in the backward pass that is running
         self.task = -1  # this
         self.copied_out = self.copied_back = 0
@@ -127,7 +127,7 @@ class Lane:
                 self.latest = weakref.ref(moved)
                 self.blocks[-1].append(self.latest)
                 if whole:
-                    self.homes[home_of(t)] = self.latest, version_of(t)
+                    self.homes[home_of(t)] = moved
             self.known[t] = weakref.ref(moved), version_of(t)
             moved.count += 1
         strides, offset = (t.stride(), t.storage_offset()) if whole else (torch.empty_like(t, device="meta").stride(), 0)
@@ -135,8 +135,10 @@ class Lane:
 
     def _known(self, t: Tensor, whole: bool, owner: object) -> Moved | None:
         """What many updates read moves once, however many views of it there are."""
-        ref, version = self.known.get(t) or (whole and self.homes.get(home_of(t))) or (None, 0)
+        ref, version = self.known.get(t, (None, 0))
         moved = None if ref is None else ref()
+        if moved is None and whole and (moved := self.homes.get(home_of(t))) is not None:
+            version = moved.version
         if moved is None or version != version_of(t):
             return None
         return moved if moved.owner is owner or t.grad_fn is not None else None  # inputs are edited between passes, as `x.data`

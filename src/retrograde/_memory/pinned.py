@@ -11,7 +11,7 @@ import mmap
 import threading
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from torch import Tensor
 from ..errors import no_host_memory, no_pinned_memory
 
 PAGE = mmap.PAGESIZE
-_MEMINFO = "/proc/meminfo"  # of the machine
-_CONTAINERS = (  # what may be taken, and what is: of the container, in the two ways of Linux
-    ("/sys/fs/cgroup", "memory.max", "memory.current"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux says what the machine has, and what this process may take
+_LIMITS = {  # by controllers: where they are, the most that may be taken, and what is
+    "": ("", "memory.max", "memory.current"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 _size = attrgetter("size")
 
 
@@ -114,14 +114,25 @@ class Pool:
 def available() -> int | None:
     """How much host memory new buffers may take, as far as the system says. What holds files that were read can be freed."""
     found = []
-    with contextlib.suppress(OSError, StopIteration), open(_MEMINFO, encoding="ascii") as lines:
+    with contextlib.suppress(OSError, StopIteration), open(_PROC / "meminfo", encoding="ascii") as lines:
         found.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")))
-    for folder, most, used in _CONTAINERS:
+    for folder, most, used in _groups():
         with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or it has no limit
-            limit, taken = (int(Path(folder, name).read_text()) for name in (most, used))
-            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            limit, taken = (int((folder / name).read_text()) for name in (most, used))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             found.append(limit - taken + int(stat["active_file"]) + int(stat["inactive_file"]))
     return min(found, default=None)
+
+
+def _groups() -> Iterator[tuple[Path, str, str]]:
+    """The groups of processes that this one is in, a container or a job, from the inside out: their folders and files."""
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in _LIMITS:
+                under, *names = _LIMITS[controllers]
+                own = _GROUPS / under / path.strip("/")
+                yield from ((folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(_GROUPS / under))  # type: ignore[misc]
 
 
 def pin(size: int) -> Tensor:

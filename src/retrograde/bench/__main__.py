@@ -61,7 +61,7 @@ def measure(options: argparse.Namespace, argv: Sequence[str]) -> Comparison:
     measure_all(setting, asked, lambda depth, variant: None, ends)
     return Comparison(
         **origin(setting["device"], PROG, argv),
-        setting={**setting, "variants": [variant.told() for variant in asked]},
+        setting={**setting, "variants": [variant.as_dict() for variant in asked]},
         rows=compare_gradients(found),
         versions=versions(),
     )

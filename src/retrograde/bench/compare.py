@@ -82,7 +82,7 @@ def measure_all(
 def measured(setting: dict[str, Any], variant: Variant, depth: int) -> Measured:
     if not installed(variant):
         return Measured(Found(depth, variant.name, "not installed", f"pip install {PACKAGES[variant.way]}"))
-    found = in_process({"setting": setting, "variant": variant.told(), "depth": depth}, setting["timeout"])
+    found = in_process({"setting": setting, "variant": variant.as_dict(), "depth": depth}, setting["timeout"])
     gradients, same = found.pop("gradients", {}), found.pop("same", "")
     if "seconds" in found:
         found["seconds"] = Timing(**found["seconds"])

@@ -18,7 +18,7 @@ import retrograde as rg
 
 from .._base.meter import LiveBytes, peak_on_cuda
 from .._base.report import origin, save, size
-from ..models.blocks import DTYPES
+from ..models.blocks import DTYPES, in_layers
 from ..planning.predict import Planner
 from ..planning.trace import loss_of
 from .depth import Parser, count, counts, release
@@ -26,7 +26,7 @@ from .model import transformer
 from .report import Report
 
 PROG = "python -m retrograde.bench.foretold"
-POLICIES = ("store", "checkpoint", "reverse", "budget")
+POLICIES = ("store", "checkpoint", "bits", "reverse", "budget")
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"widths": [64, 128], "depths": [12, 48], "length": 128, "batch": 2, "autocast": ["none", "bfloat16"]},
     "cuda": {"widths": [1024, 2048], "depths": [12, 48], "length": 2048, "batch": 4, "autocast": ["bfloat16"]},
@@ -114,24 +114,25 @@ class Measuring:
             p.grad = torch.zeros_like(p) if self.grads == "kept" else None
         self.x.grad = None
 
-    def step(self) -> None:
+    def step(self, net: Any) -> None:
         with torch.autocast(self.device, self.precision, enabled=self.precision is not None, cache_enabled=False):
-            loss = loss_of(self.net(self.x))
+            loss = loss_of(net(self.x))
         loss.backward()
 
     def peak(self, memory: Any) -> tuple[int, int]:
         """Peak of a step over parameters and gradient buffers, the input included; and the peak of everything."""
-        self.net.memory = memory
+        net: Any = in_layers(self.net) if memory == "bits" else self.net
+        net.memory = "reverse" if memory == "bits" else memory
         if self.device == "cuda":
-            self.step()  # the first of a kind makes handles and workspaces
+            self.step(net)  # the first of a kind makes handles and workspaces
         self.clear()
         release()
         held = sum(p.nbytes + (p.nbytes if self.grads == "kept" else 0) for p in self.net.parameters())
         if self.device == "cuda":
-            over, _ = peak_on_cuda(self.step)
+            over, _ = peak_on_cuda(lambda: self.step(net))
         else:
             with LiveBytes() as meter:
-                self.step()
+                self.step(net)
             over = meter.peak
         over += self.x.nbytes
         return over, held + over

@@ -51,8 +51,8 @@ def _half(axes: Axes, back: bool) -> None:
 def _update(axes: Axes, x: float, upward: bool, name: str, sign: str, color: str) -> None:
     """One function between the lines, and the sign at the stream that it changes."""
     source, target = (X2, X1) if upward else (X1, X2)
-    look = {"arrowstyle": "-|>", "color": color, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 7}
-    axes.annotate("", (x, target), (x, source), arrowprops=look)
+    style = {"arrowstyle": "-|>", "color": color, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 7}
+    axes.annotate("", (x, target), (x, source), arrowprops=style)
     axes.plot([x], [source], marker="o", markersize=4, color=color, zorder=4)
     axes.text(x, 0.5, name, color=color, fontsize=10, ha="center", va="center", zorder=5, bbox=_box("white", color))
     axes.plot([x], [target], marker="o", markersize=13, markerfacecolor="white", markeredgecolor=color, zorder=4)

@@ -85,14 +85,14 @@ def measure(sizes: dict[str, Any]) -> list[dict[str, Any]]:
         for memory in sizes["policies"]:
             for inside in (False, True):
                 rows.append(row(sizes, depth, memory, inside))
-                print(told(rows[-1]), flush=True)
+                print(line_of(rows[-1]), flush=True)
                 gc.collect()
                 if sizes["device"] == "cuda":
                     torch.cuda.empty_cache()
     return rows
 
 
-def told(row: dict[str, Any]) -> str:
+def line_of(row: dict[str, Any]) -> str:
     when = "step in backward" if row["step_in_backward"] else "step after backward"
     start = f"{row['depth']:>4} blocks  {row['policy']:<10}  {when:<19}"
     if row.get("out_of_memory"):

@@ -18,7 +18,12 @@ class Timing:
     high: float
 
 
-def in_turns(variants: Mapping[str, Callable[[], object]], rounds: int = 30, burn_in: int = 3) -> dict[str, Timing]:
+def in_turns(
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int = 30,
+    burn_in: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
     """Time each variant once per round, so that a change of the machine's speed meets all of them.
 
     Garbage is collected between rounds: a collection leaves cold caches to whoever comes next. Each variant is first as often as
@@ -31,11 +36,11 @@ def in_turns(variants: Mapping[str, Callable[[], object]], rounds: int = 30, bur
         order = [*order[1:], order[0]]
         for name in order:
             _wait()
-            start = time.perf_counter()
+            start = clock()
             variants[name]()
             _wait()
             if turn >= burn_in:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     quartiles = {name: statistics.quantiles(seconds, n=4, method="inclusive") for name, seconds in times.items()}
     return {name: Timing(median=q[1], low=q[0], high=q[2]) for name, q in quartiles.items()}
 

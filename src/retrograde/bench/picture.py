@@ -25,9 +25,9 @@ def draw(report: Report, path: Path) -> None:
     unit, name = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
     for policy, rows in lines.items():
         xs, ys = [row.depth for row in rows], [row.activation_bytes / unit for row in rows]
-        style = "--" if policy.endswith(("-compiled", "-fullgraph")) else "-"
-        look = {"color": color_of(policy), "linewidth": 2.4 if len(lines) <= FEW else 1.4, "linestyle": style}
-        axes.plot(xs, ys, **look, marker="o", markersize=5, clip_on=False, zorder=3)
+        dashes = "--" if policy.endswith(("-compiled", "-fullgraph")) else "-"
+        style = {"color": color_of(policy), "linewidth": 2.4 if len(lines) <= FEW else 1.4, "linestyle": dashes}
+        axes.plot(xs, ys, **style, marker="o", markersize=5, clip_on=False, zorder=3)
     _clean(axes, sorted({row.depth for row in report.rows}), peak / unit)
     _label(axes, {policy: rows[-1] for policy, rows in lines.items()}, unit)
     what = "activations" if report.setting["grads"] == "kept" else "activations and gradients"
@@ -62,5 +62,5 @@ def _label(axes: Axes, ends: dict[str, Row], unit: int) -> None:
         y = max(row.activation_bytes / unit, lowest)
         lowest = y + gap
         text = f"{policy}{' ' if many else chr(10)}{size(row.activation_bytes)}"
-        look = {"color": color_of(policy), "fontsize": 6.5 if many else 10, "weight": "bold", "va": "center"}
-        axes.annotate(text, (row.depth, y), xytext=(9, 0), textcoords="offset points", annotation_clip=False, **look)
+        style = {"color": color_of(policy), "fontsize": 6.5 if many else 10, "weight": "bold", "va": "center"}
+        axes.annotate(text, (row.depth, y), xytext=(9, 0), textcoords="offset points", annotation_clip=False, **style)

@@ -29,6 +29,11 @@ TITLES = {
     "activation_bytes": "activations",
     "peak_bytes": "whole peak",
     "gradient_error": "gradient error",
+    "to_checkpoint": "times checkpoint's",
+    "pinned_bytes": "pinned",
+    "predicted_pinned_bytes": "predicted",
+    "layer_forward_ms": "forward of a layer, ms",
+    "layer_copy_ms": "copying what it keeps, ms",
 }
 SHOWN = {"drift": "drift.md", "training": "drift.md#does-it-change-what-a-net-learns"}  # pages with a table of a long file
 LEFT_OUT = ("variants", "timeout", "seed", "depths", "rounds", "profile")  # of settings: rows or the command have them
@@ -116,7 +121,13 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, float):
         if value >= 1000:
             return f"{value:,.0f}"
-        return f"{value:.1f}" if name.endswith("seconds") else f"{value:.3f}" if name.endswith("bits") else f"{value:.2g}"
+        return (
+            f"{value:.1f}"
+            if name.endswith("seconds")
+            else f"{value:.3f}"
+            if name.endswith(("bits", "to_checkpoint"))
+            else f"{value:.2g}"
+        )
     return str(value)
 
 

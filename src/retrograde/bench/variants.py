@@ -25,7 +25,7 @@ class Variant:
     partition: float | None = None  # torch's activation_memory_budget for what is compiled
     captured: bool = False  # the whole step is a CUDA graph
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .._base.loading import Refused, told
+from .._base.loading import Refused, one_line
 from .._base.meter import peak_on_cpu, peak_on_cuda
 from ..models.blocks import DTYPES, net_of
 from .kernels import kernel_seconds
@@ -110,7 +110,7 @@ def outcome(asked: dict[str, Any]) -> dict[str, Any]:
     try:
         return measure(asked["setting"], asked["variant"], asked["depth"])
     except Exception as error:
-        found = {"failed": type(error).__name__, "detail": told(error, 600), "traceback": traceback.format_exc()}
+        found = {"failed": type(error).__name__, "detail": one_line(error, 600), "traceback": traceback.format_exc()}
         if isinstance(error, Refused):
             found |= {"failed": "refused", "detail": str(error)}
         elif isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):

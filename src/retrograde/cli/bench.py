@@ -26,8 +26,8 @@ class Options:
     """
 
     block: Factory = None
-    """Your block: a function that takes nothing, the width, or sizes by name (dim, heads), and returns (f, g) or a module with f
-    and g; by default, attention and an MLP."""
+    """Your block: a function that takes nothing, the width, or sizes by name (dim, heads); by default, attention and an MLP.
+    It returns a pair (f, g), or a module with f and g."""
     dim: Number = None
     """Width of a stream."""
     heads: Number = None
@@ -91,7 +91,7 @@ def run(options: Options) -> int:
             interrupted = True
     report = Comparison(
         **origin(setting["device"], "retrograde bench", sys.argv[2:]),
-        setting={**setting, "variants": [variant.told() for variant in asked]},
+        setting={**setting, "variants": [variant.as_dict() for variant in asked]},
         rows=compare_gradients(found),
         versions=versions(),
     )

@@ -12,7 +12,7 @@ import torch
 import retrograde as rg
 
 from .._base.given import at_least, device_of, picture, writable
-from .._base.loading import Refused, told
+from .._base.loading import Refused, one_line
 from .._base.report import origin
 from .._engine.run import instead
 from ..check.gradients import Report
@@ -33,9 +33,9 @@ class Options:
     """Is your block or net sound? Does each function repeat exactly, keep no state, leave its inputs alone; how far do the
     recovered streams drift at this depth and precision; do the gradients agree with ordinary autograd?
 
-    The factory is a function in a module that is installed or in the current directory. It takes nothing, or the width; or any
-    of dim, depth, seq, batch and heads, by these names. It returns a block, as for retrograde bench: (f, g), or a module with f
-    and g. Or a list of rg.Update; or a whole net, any module whose forward runs reversible programs; or (net, inputs) or
+    The factory is a function in a module that is installed or in the current directory. It takes nothing, or the width, or any
+    of dim, depth, seq, batch and heads by name. It returns a block, as for retrograde bench: (f, g), or a module with f and g.
+    Or it returns a list of rg.Update, or a whole net: any module whose forward runs reversible programs. Or (net, inputs) or
     (net, inputs, side), where inputs are a tensor or a tuple, and side is a dict of keyword arguments. Without inputs, the net
     gets a random tensor of shape (batch, seq, dim). Three steps are checked, each on another batch made of the inputs.
 
@@ -46,7 +46,7 @@ class Options:
     net: Net = None
     """The factory of your block or net, as my_block:block."""
     block: Factory = None
-    """The same, by the name that it has in other commands."""
+    """The same; other commands call it --block."""
     dim: Number = None
     """Width of a stream, for the factory and the input (64)."""
     depth: Number = None
@@ -168,7 +168,7 @@ def _gradients(spec: str, given: Given) -> Report:
         at = shown(raised_at(error))
         place = f" at {at}" if at else ""
         raise Refused(
-            f"check {spec}: the net raises {told(error)}{place}, with {given.what()}. See --dim and --shape, or let the "
+            f"check {spec}: the net raises {one_line(error)}{place}, with {given.what()}. See --dim and --shape, or let the "
             "factory return (net, inputs) or (net, inputs, side)"
         ) from error
 

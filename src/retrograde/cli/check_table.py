@@ -81,8 +81,8 @@ def answer(question: str, report: Report, faults: list[dict[str, Any]], mild: li
         if faults and not count and report.recovered:
             return {"verdict": "–", "why": f"relative error {short(report.recovered)} below the fault"}
         where = f", at {report.furthest}" if report.furthest else ""
-        told = f"relative error {short(report.recovered)}{where}"
-        exact = "to the bit" if reached and not report.recovered else told
+        error = f"relative error {short(report.recovered)}{where}"
+        exact = "to the bit" if reached and not report.recovered else error
         return {"verdict": verdict, "why": exact if reached else times}
     if count:
         return {"verdict": verdict, "why": times}

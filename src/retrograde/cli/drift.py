@@ -16,7 +16,7 @@ from rich.table import Table
 import retrograde as rg
 
 from .._base.given import at_least, device_of, picture, writable
-from .._base.loading import Refused, told
+from .._base.loading import Refused, one_line
 from .._base.report import counted, origin
 from .._engine.run import instead
 from ..bench.drift_curve import Curve, Point, draw_curve
@@ -55,8 +55,7 @@ class Options:
     depth: Numbers = ()
     """Numbers of blocks, one or several (4 8 16 32 64)."""
     dtype: Names = ()
-    """One or several of float64, float32, autocast-bfloat16, autocast-float16, bfloat16 and float16 (float32
-    autocast-bfloat16 bfloat16)."""
+    """Of float64, float32, autocast-bfloat16, autocast-float16, bfloat16, float16 (float32 autocast-bfloat16 bfloat16)."""
     arithmetic: Names = ()
     """float, exact or both (both)."""
     dim: Number = None
@@ -154,7 +153,7 @@ def errors_of(
     except Exception as error:
         at = shown(raised_at(error))
         place = f" at {at}" if at else ""
-        raise Refused(f"--block {setting['block']} raises {told(error)}{place}, with {given.what()}") from error
+        raise Refused(f"--block {setting['block']} raises {one_line(error)}{place}, with {given.what()}") from error
     return found.gradient_error, found.worst.relative if found.rows else 0.0
 
 

@@ -95,8 +95,9 @@ class _Shown(io.StringIO):
 
 def wrapped(shown: str) -> str:
     """The help with the text above the options as wide as these are: tyro leaves it in one line."""
-    lines = [line if line.startswith(("│", "╭", "╰", "|")) else textwrap.fill(line, WIDTH) for line in shown.splitlines()]
-    return "\n".join(lines) + "\n"
+    text, *options = re.split(r"(?m)^(?=[╭|]| *(?:positional arguments|options) *$)", shown, maxsplit=1)
+    paragraphs = [textwrap.fill(" ".join(part.split()), WIDTH) for part in text.split("\n\n")]
+    return "\n\n".join(paragraphs) + "".join(options)
 
 
 def _parts(box: str) -> list[str]:

@@ -16,8 +16,9 @@ from .._base.given import at_least, byte_size, picture, writable
 from .._base.loading import Refused, load
 from .._base.report import size
 from ..errors import RetrogradeError
+from ..models.blocks import BITS
 from ..planning.plan import Plan, Row, make_plan
-from ..planning.predict import WAYS, Planner
+from ..planning.predict import Planner, ways_of
 from ..planning.subject import takes
 from .options import Autocast, Dtype, Factory, File, Flag, Number, Numbers, Size
 from .screen import console, keep, progress
@@ -36,11 +37,11 @@ class Options:
     """
 
     block: Factory = None
-    """Your block, as for `retrograde bench`: a function that takes nothing, the width, or sizes by name (dim, heads), and returns
-    (f, g) or a module with f and g; by default, attention and an MLP."""
+    """Your block: a function that takes nothing, the width, or sizes by name (dim, heads); by default, attention and an MLP.
+    It returns a pair (f, g), or a module with f and g."""
     model: Factory = None
-    """Your whole model instead: a function with any of the arguments depth, dim, heads, seq and batch that returns a model, or
-    (model, inputs)."""
+    """Your whole model instead: a function with any of the arguments depth, dim, heads, seq and batch.
+    It returns a model, or a pair (model, inputs)."""
     dim: Number = None
     """Width of a stream."""
     heads: Number = None
@@ -85,13 +86,13 @@ def run(options: Options) -> int:
     planner = Planner(setting_of(options))
     draw = drawing(options)
     with progress() as bar:
-        task = bar.add_task("tracing", total=len(WAYS))
+        task = bar.add_task("tracing", total=len(ways_of(planner.setting)))
         try:
             plan = make_plan(planner, did=lambda way: bar.advance(task))
         except RetrogradeError as error:
             raise Refused(str(error)) from error
     draw(plan, planner)
-    if not keep(options.json, {"command": shlex.join(["retrograde", "plan", *sys.argv[2:]]), **plan.told()}):
+    if not keep(options.json, {"command": shlex.join(["retrograde", "plan", *sys.argv[2:]]), **plan.as_dict()}):
         show(plan)
     return 0
 
@@ -210,6 +211,8 @@ def table(plan: Plan) -> Table:
 def name_of(row: Row, setting: dict[str, Any]) -> str:
     if row.way == "compile":
         return f"torch.compile, budget {setting['compile_budget']:g}"
+    if row.way == "bits":
+        return f"ordinary layers, bits={BITS}"
     if row.way == "budget" and row.predicted:
         blocks = f", {row.predicted.stored:.0f} of {setting['depth']} blocks stored" if takes(setting, "depth") else ""
         return f"Budget of {size(row.predicted.budget)}{blocks}"

@@ -53,7 +53,10 @@ class Options:
     seq: Number = None
     """Bytes in a sequence: the context of a prediction (128, 1024)."""
     streams: Number = None
-    """Streams of the reversible net (2, 3); 1 is an ordinary residual net of the same size, for comparison."""
+    """Streams of the reversible net (3); 1 is an ordinary residual net of the same size."""
+    bits: Number = None
+    """With --streams 1: train the ordinary net reversibly, by a little noise and so many kept bits (1 to 8; 4 is a good
+    start)."""
     dropout: Real = None
     """Dropout on the output of attention and MLPs (0, 0.2)."""
     batch: Number = None
@@ -77,7 +80,8 @@ class Options:
     dtype: Literal["auto", "float32", "bf16", "bfloat16"] = "auto"
     """bf16 and bfloat16 are autocast over float32 parameters (float32 on a CPU, bf16 on a GPU)."""
     memory: Policy = None
-    """What is kept for backward: reverse, checkpoint, store, last:K, anchor:N or budget:3GiB (reverse)."""
+    """What is kept for backward: reverse, checkpoint, offload, store, last:K, anchor:N or budget:3GiB (reverse; store for
+    --streams 1 without --bits)."""
     arithmetic: Arithmetic = "auto"
     """exact gives the gradients of --memory store to the bit."""
     compile: Flag = False
@@ -114,7 +118,7 @@ def run(options: Options) -> int:
     try:
         settings = settle(given)
         with Watch(settings) as watch:
-            outcome = train(settings, watch.hear)
+            outcome = train(settings, watch.on_event)
     except RetrogradeError as error:
         raise Refused(with_dashes(str(error))) from error
     if not int(os.environ.get("RANK", 0)):
@@ -125,7 +129,7 @@ def run(options: Options) -> int:
     return 128 + outcome.signal if outcome.signal else 0
 
 
-def told(settings: Settings, outcome: Outcome, watch: Watch, looks: list[float], peak: int) -> dict[str, Any]:
+def report_of(settings: Settings, outcome: Outcome, watch: Watch, held_out: list[float], peak: int) -> dict[str, Any]:
     """What came of it, for --json."""
     return {
         **origin(settings.device, "retrograde train", sys.argv[2:]),
@@ -134,7 +138,7 @@ def told(settings: Settings, outcome: Outcome, watch: Watch, looks: list[float],
         "steps": outcome.step,
         "seconds": outcome.seconds,
         "signal": outcome.signal,
-        "held_out_bits": looks,
+        "held_out_bits": held_out,
         "peak_bytes": peak,
         "checkpoint": str(outcome.checkpoint),
         "sample": outcome.sample.decode("utf-8", errors="replace") if outcome.sample else None,
@@ -191,18 +195,18 @@ def close(settings: Settings, outcome: Outcome, watch: Watch, options: Options) 
     elif outcome.sample:
         (out / "sample.txt").write_bytes(outcome.sample)
         lines.append(f"sample       {out / 'sample.txt'}")
-    looks = [record["held_out_bits"] for record in records if "held_out_bits" in record]
+    held_out = [record["held_out_bits"] for record in records if "held_out_bits" in record]
     peak = max((record.get("peak_bytes", 0) for record in records), default=0)
-    if keep(options.json, told(settings, outcome, watch, looks, peak)):
+    if keep(options.json, report_of(settings, outcome, watch, held_out, peak)):
         return
-    learnt = f"held-out bits per byte {looks[0]:.2f} at the start, {looks[-1]:.2f} now; " if looks else ""
+    learnt = f"held-out bits per byte {held_out[0]:.2f} at the start, {held_out[-1]:.2f} now; " if held_out else ""
     took = f"{outcome.step} of {settings.steps} steps in {outcome.seconds:.0f} s"
     screen.print(f"{took}; {learnt}peak memory {size(peak)}", soft_wrap=True)
-    if settings.windows == 0 and looks and len(outcome.data.held_out) <= XZ_LIMIT:
+    if settings.windows == 0 and held_out and len(outcome.data.held_out) <= XZ_LIMIT:
         text = outcome.data.held_out_bytes()
         packed = 8 * len(lzma.compress(text, preset=9)) / len(text)
         screen.print(
-            f"xz -9 needs {packed:.3f} bits per byte for the same held-out text, the model {looks[-1]:.3f}", soft_wrap=True
+            f"xz -9 needs {packed:.3f} bits per byte for the same held-out text, the model {held_out[-1]:.3f}", soft_wrap=True
         )
     for line in lines:
         screen.print(line, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The display of a training run: a live line on a terminal, a line for each look at held-out text elsewhere."""
+"""The display of a training run: a live line on a terminal, a line for each evaluation elsewhere."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ class Watch:
 
     def title(self) -> str:
         s = self.settings
-        net = "one stream" if s.streams == 1 else f"{s.streams} reversible streams, memory {s.memory}"
-        return f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters, {net}"
+        noise = f" with {s.bits} bits" if s.bits else ""
+        net = f"one stream{noise}" if s.streams == 1 else f"{s.streams} reversible streams"
+        sizes = f"{counted(s.depth, 'block')} of width {s.width}, {self.parameters / 1e6:.2f} M parameters"
+        return f"{sizes}, {net}, memory {s.memory}"
 
-    def hear(self, what: str, record: dict[str, Any]) -> None:
+    def on_event(self, what: str, record: dict[str, Any]) -> None:
         getattr(self, f"_{what}")(record)
 
     def _start(self, record: dict[str, Any]) -> None:
@@ -63,7 +65,7 @@ class Watch:
         )
         self.progress.update(self.task, completed=record["step"], description=self.now)
 
-    def _look(self, record: dict[str, Any]) -> None:
+    def _evaluated(self, record: dict[str, Any]) -> None:
         self.bits = record["held_out_bits"]
         more = f"   {self._rate()} bytes/s, peak {size(self.peak)}" if self.rates else ""
         self._line(f"step {record['step']:>6}   held-out bits per byte {self.bits:.3f}{more}")

@@ -12,7 +12,7 @@ from torch import nn
 from .._engine.verify import Verify
 from ..errors import ProgramError
 from ..memory import Memory
-from ..ordinary.checkpoint import Checkpoint
+from ..ordinary.checkpoint import Checkpoint, refuse
 
 __all__ = ["checkpoint_"]
 
@@ -74,6 +74,7 @@ def _set(
     model: Any, memory: Memory, verify: Verify, enable: bool = True, gradient_checkpointing_func: Any = None, **how: Any
 ) -> None:
     """The model's own method, with our function in the place of any other."""
+    refuse(**getattr(gradient_checkpointing_func, "keywords", {}))
     ours = Checkpoint(memory, verify=verify)
     getattr(type(model), _SET)(model, enable=enable, gradient_checkpointing_func=ours, **how)
     for name, module in model.named_modules():

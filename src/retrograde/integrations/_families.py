@@ -9,13 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ProgramError
-
-
-class Opaque:
-    """A KV cache on its way to f: not a tree of tensors, as f changes it."""
-
-    def __init__(self, value: Any):
-        self.value = value
+from ._sides import Opaque
 
 
 class Attention(nn.Module):
@@ -76,7 +70,6 @@ class Family:
 
     parts: Callable[[Any], tuple[nn.Module, nn.Module]]
     names: tuple[str, ...]
-    pre_norm: bool = True
 
 
 def _llama(layer: Any) -> tuple[nn.Module, nn.Module]:
@@ -105,7 +98,7 @@ FAMILIES = {
     "Qwen3DecoderLayer": _LLAMA,
     "GPT2Block": Family(_gpt2, ("ln_1", "attn", "ln_2", "mlp")),
     "ViTLayer": Family(_vit, ("layernorm_before", "attention", "layernorm_after", "mlp", "dropout")),
-    "BertLayer": Family(_bert, ("attention", "intermediate", "output"), pre_norm=False),
+    "BertLayer": Family(_bert, ("attention", "intermediate", "output")),
 }
 
 

@@ -3,69 +3,96 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from .._engine.verify import Verify
 from .._exact.choose import Arithmetic
 from ..errors import ProgramError
 from ..memory import Memory
 from ._checkpointing import checkpoint_
+from ._exchange import Exchanged, become
 from ._families import stack_in
-from ._stack import Calls, Stack
-from .retrofit import Retrofit
+from ._noise import noisy_
+from ._sides import flags_off
+from ._stack import Stack, StackCalls
 
-__all__ = ["Retrofit", "checkpoint_", "reversible_"]
+__all__ = ["checkpoint_", "reversible_"]
 
 _log = logging.getLogger("retrograde")
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def reversible_(model: Model, *, memory: Memory = "reverse", arithmetic: Arithmetic = "auto", beta: float | None = None) -> Model:
-    """Re-wire the layers of a model of Hugging Face into a two-stream reversible net, in place, and return the model.
+def reversible_(
+    model: Model,
+    bits: int | None = None,
+    *,
+    memory: Memory = "reverse",
+    arithmetic: Arithmetic = "auto",
+    verify: Verify = "error",
+) -> Model:
+    """Make the layers of a model of Hugging Face reversible, in place, and return the model.
 
-    x1 += attention(norm(x2)), x2 += mlp(norm(x1)) for each layer, both streams from the embeddings, and their mean to the final
-    norm. Llama, Mistral, Qwen 2 and 3, GPT-2, ViT; and BERT, which is post-norm: there LayerNorm moves from the sum to what is
-    added, x1 += LayerNorm(dense(attention(x2))), and nothing norms the streams themselves.
+    **With `bits`, for a pretrained model**: its own layers, as they are, trained with a little noise that makes them reversible
+    (see `rg.Sequential`). `bits=4` is a good choice. So many bits are kept for each element and layer, and the more, the less
+    noise. In eval it is the plain model to the bit. Parameters, config and what `save_pretrained` writes stay those of the
+    plain model. It takes every architecture that Hugging Face can checkpoint, if its layers hand on hidden states and nothing
+    else. Call it before or after `peft`. `model.reversible` has `bits`, `memory` and `verify`, which may be set between forward
+    passes.
 
-    **This is another function than the pretrained one.** Parameters keep their names and shapes, so `save_pretrained` and
-    `from_pretrained` work (call `reversible_` after `from_pretrained`), but pretrained weights give other outputs and must be
-    trained again. `beta=0` with a `Retrofit` begins as the pretrained function instead, and moves to this one.
+    **Without, for training from scratch**: a two-stream net that keeps nothing at all, x1 += attention(norm(x2)),
+    x2 += mlp(norm(x1)) for each layer, both streams from the embeddings, and their mean to the final norm. Llama, Mistral, Qwen 2
+    and 3, GPT-2, ViT; and BERT, which is post-norm: there LayerNorm moves from the sum to what is added, x1 +=
+    LayerNorm(dense(attention(x2))), and nothing norms the streams themselves. **This is another function than the pretrained
+    one.** Parameters keep their names and shapes, so `save_pretrained` and `from_pretrained` work (call `reversible_` after
+    `from_pretrained`), but pretrained weights give other outputs and must be trained again. `model.reversible` has `memory`,
+    `arithmetic` and `verify`.
 
-    `model.reversible` has `memory`, `arithmetic` and `beta`, which may be set between forward passes; lowering β sets the model
-    to "checkpoint" until a `Retrofit` has measured reversal there. The KV cache works without grad, in `generate()`, and is
-    dropped while gradients are recorded.
+    The KV cache works without grad, in `generate()`. While gradients are recorded in training, no cache is made.
     """
-    if any(isinstance(module, (ReversibleModel, ReversibleLayer)) for module in model.modules()):
-        raise ProgramError(f"this {type(model).__name__} is reversible already; set memory and arithmetic at model.reversible")
+    if any(isinstance(module, Exchanged) for module in model.modules()):
+        raise ProgramError(f"this {type(model).__name__} is reversible already; set memory, or bits, at model.reversible")
     if getattr(model, "is_gradient_checkpointing", False):
         raise ProgramError(f"gradient checkpointing is on: call {type(model).__name__}.gradient_checkpointing_disable() first")
+    if bits is not None:
+        if any(getattr(getattr(module, "config", None), "retrograde", None) for module in model.modules()):
+            raise ProgramError("these weights were trained in two streams (config.retrograde): call reversible_ without bits")
+        if arithmetic == "float":
+            raise ProgramError("reversible noise needs exact arithmetic: leave arithmetic out where you give bits")
+        noisy_(model, bits, memory, verify)
+        return model
     owner, layers = stack_in(model)
     _own_config(model)
     config: Any = owner.config
     marked = getattr(config, "retrograde", None)  # weights that were trained in two streams
-    start: float = beta if beta is not None else marked["beta"] if marked else 1.0
-    stack = Stack(owner, layers, memory, arithmetic, start)
-    _become(owner, ReversibleModel)
+    if marked and marked.get("beta", 1) != 1:
+        raise ProgramError(
+            f"these weights were trained with beta={marked['beta']}, a mixture of one stream and two that only earlier versions "
+            "have. Use one of them"
+        )
+    config.retrograde = {"streams": 2}  # goes into config.json, for whoever loads the weights
+    stack = Stack(owner, layers, memory, arithmetic)
+    stack.verify = verify
+    become(owner, ReversibleModel)
     for layer in layers:
-        _become(layer, ReversibleLayer)
+        become(layer, ReversibleLayer)
     for module in {owner, model}:
         module.reversible = stack  # type: ignore[assignment]
-    if not marked and start == 1:
+    if not marked:
         pretrained = getattr(config, "name_or_path", "")
         _log.log(
             logging.WARNING if pretrained else logging.INFO,
-            "the two-stream net is another function than %s: its weights must be trained again (or see Retrofit)",
+            "the two-stream net is another function than %s: its weights must be trained again (or see bits=4)",
             pretrained or f"the one-stream {type(model).__name__}",
         )
     return model
 
 
 def _own_config(model: nn.Module) -> None:
-    """Give the model a config of its own, as beta is noted in it: other models may be made of the one that it was given."""
+    """Give the model a config of its own, as the streams are noted in it: other models may be made of the one it was given."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         config: Any = module.__dict__.get("config")
@@ -73,27 +100,7 @@ def _own_config(model: nn.Module) -> None:
             module.config = copy.deepcopy(config, copies)
 
 
-class _Exchanged:
-    """A module whose class was exchanged for a class of the same name that is derived from it."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        kind, role = type(self).__bases__[1], type(self).__bases__[0]
-        return _renew, (kind, role), self.__dict__
-
-    @property
-    def gradient_checkpointing(self) -> bool:
-        return False
-
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, enabled: bool) -> None:
-        if enabled:
-            raise ProgramError(
-                "a reversible model keeps no activations to checkpoint: leave gradient checkpointing off, or set "
-                "model.reversible.memory = 'checkpoint'"
-            )
-
-
-class ReversibleModel(_Exchanged):
+class ReversibleModel(Exchanged):
     """The module that calls the layers."""
 
     reversible: Stack
@@ -101,12 +108,7 @@ class ReversibleModel(_Exchanged):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = self.config  # type: ignore[attr-defined]
-        for name in ("output_hidden_states", "output_attentions"):
-            if kwargs.get(name, getattr(config, name, False)):
-                raise ProgramError(
-                    f"{name} is not there in a reversible model: the layers run as one, and what is between them is not kept. "
-                    "Leave it off, or read a module with a forward hook"
-                )
+        flags_off(self, kwargs, ("output_hidden_states", "output_attentions"))
         if torch.is_grad_enabled():
             cache = kwargs.get("past_key_values")
             if cache is not None and cache.get_seq_length():
@@ -118,23 +120,19 @@ class ReversibleModel(_Exchanged):
                 kwargs["past_key_values"] = None
             if hasattr(config, "use_cache"):
                 kwargs["use_cache"] = False
-        calls = Calls(self.reversible)
+        calls = StackCalls(self.reversible)
         out = type(self).forward_of(self, *args, retrograde_calls=calls, **kwargs)
-        if len(calls.sides) != len(self.reversible.layers):
-            raise ProgramError(
-                f"the model called {len(calls.sides)} of its {len(self.reversible.layers)} reversible layers. Take the "
-                "others out before reversible_"
-            )
+        calls.end()
         return out
 
     def extra_repr(self) -> str:
         return f"reversible: {self.reversible}"
 
 
-class ReversibleLayer(_Exchanged):
+class ReversibleLayer(Exchanged):
     """A layer that notes how it is called; or, given one of its own parts, runs that within its hooks."""
 
-    def __call__(self, *args: Any, retrograde_calls: Calls | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, retrograde_calls: StackCalls | None = None, **kwargs: Any) -> Any:
         if retrograde_calls is not None:
             return retrograde_calls.take(self, args, kwargs)  # type: ignore[arg-type]
         if args and isinstance(args[0], nn.Module):
@@ -143,19 +141,3 @@ class ReversibleLayer(_Exchanged):
 
     def _forward(self, part: nn.Module, x: Any, **side: Any) -> Any:
         return part(x, **side)
-
-
-@functools.cache
-def _exchanged(kind: type, role: type) -> type:
-    """`kind` in that role, under its own name: what transformers saves and looks up goes by names of classes."""
-    forward = functools.wraps(kind.forward)(role._forward)  # type: ignore[attr-defined]
-    own = {"forward": forward, "forward_of": kind.forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}  # type: ignore[attr-defined]
-    return type(kind.__name__, (role, kind), own)
-
-
-def _become(module: nn.Module, role: type) -> None:
-    module.__class__ = _exchanged(type(module), role)
-
-
-def _renew(kind: type, role: type) -> Any:
-    return object.__new__(_exchanged(kind, role))

@@ -12,9 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import retrograde as rg
 
 from .._base.loading import Refused, load, sized
+from ..memory import Memory
 
-__all__ = ["DTYPES", "Attention", "factory_of", "mlp", "net_of"]
+__all__ = ["BITS", "DTYPES", "Attention", "Residual", "factory_of", "in_layers", "mlp", "net_of"]
 
+BITS = 4  # of reversible noise
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -32,6 +34,19 @@ class Attention(nn.Module):
         q, k, v = self.qkv(self.norm(x_BLD)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class Residual(nn.Module):
+    """The two functions of a block as one ordinary layer, under the same names."""
+
+    def __init__(self, f: nn.Module, g: nn.Module):
+        super().__init__()
+        self.f, self.g = f, g
+
+    def forward(self, x: Tensor, **side: Tensor) -> Tensor:
+        """x += f(x), x += g(x). Side inputs are those of f."""
+        x = x + self.f(x, **side)
+        return x + self.g(x)
 
 
 def mlp(width: int) -> nn.Module:
@@ -53,3 +68,8 @@ def net_of(setting: dict[str, Any], depth: int) -> rg.ReversibleSequence:
     except rg.ProgramError as error:
         raise Refused(f"--block {setting['block']} must return (f, g), or a module with f and g: {error}") from error
     return net.to(setting["device"], DTYPES[setting["dtype"]])
+
+
+def in_layers(net: Any, memory: Memory = "reverse") -> rg.Sequential:
+    """The functions of a reversible net as ordinary layers, with the noise that makes them reversible."""
+    return rg.Sequential([Residual(block.f, block.g) for block in net.blocks], bits=BITS, memory=memory)

@@ -6,17 +6,17 @@ Shapes: B batch, L length, D width, H heads, K width of a head, V vocabulary, N 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention, silu
-from torch.utils.checkpoint import checkpoint
 
 from .._exact.choose import Arithmetic
 from ..errors import ProgramError
 from ..memory import Memory
-from ..sequence import Block, ReversibleSequence
+from ..ordinary.sequential import Sequential
+from ..sequence import ReversibleSequence
+from .blocks import Residual
 from .loss import language_loss
 
 __all__ = ["Attention", "GatedMLP", "Language", "OneStream"]
@@ -62,30 +62,35 @@ class GatedMLP(nn.Module):
 
 
 class OneStream(nn.Module):
-    """The same functions in an ordinary residual net, x += f(x), x += g(x): what the reversible net is compared with."""
+    """The same functions in an ordinary residual net, x += f(x), x += g(x): the layers of an `rg.Sequential`."""
 
-    def __init__(self, blocks: Iterable[tuple[nn.Module, nn.Module]], memory: Memory = "store"):
+    def __init__(self, blocks: Iterable[tuple[nn.Module, nn.Module]], memory: Memory = "store", bits: int | None = None):
         super().__init__()
-        if memory not in ("store", "checkpoint"):
-            raise ProgramError(f"a net of one stream cannot be reversed: memory is 'store' or 'checkpoint', got {memory!r}")
-        self.memory: Memory = memory
-        self.blocks = nn.ModuleList(Block(f, g) for f, g in blocks)
+        if bits is None and memory == "reverse":
+            raise ProgramError(
+                "a net of one stream cannot be reversed. Give it bits, 4 say, for a little noise in training that makes it "
+                "reversible, or memory 'store', 'checkpoint' or 'offload'"
+            )
+        self.blocks = Sequential([Residual(f, g) for f, g in blocks], bits=bits, memory=memory)
+
+    @property
+    def memory(self) -> Memory:
+        return self.blocks.memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self.blocks.memory = memory
 
     def forward(self, x: Tensor, **side: Tensor) -> Tensor:
         """`x` after all blocks; each f gets the side inputs."""
-        for block in self.blocks:
-            for fn in (partial(block, "f", **side), partial(block, "g")):
-                if self.memory == "checkpoint" and torch.is_grad_enabled():
-                    x = x + checkpoint(fn, x, use_reentrant=False)
-                else:
-                    x = x + fn(x)
-        return x
+        return self.blocks(x, **side)
 
 
 class Language(nn.Module):
     """Predicts the next byte. Returns the mean loss in nats where the next bytes are given, logits where they are not.
 
-    `streams` are those of `rg.ReversibleSequence`; 1 is the ordinary residual net of the same functions.
+    `streams` are those of `rg.ReversibleSequence`; 1 is the ordinary residual net of the same functions, which `bits` makes
+    reversible (`rg.Sequential`).
 
     `dropout` is the share of what attention and MLPs add to the streams that is dropped in training mode; in `eval()` none is.
 
@@ -110,6 +115,7 @@ class Language(nn.Module):
         memory: Memory = "reverse",
         arithmetic: Arithmetic = "auto",
         streams: int = 2,
+        bits: int | None = None,
         dropout: float = 0.0,
     ):
         super().__init__()
@@ -118,13 +124,17 @@ class Language(nn.Module):
                 raise ProgramError(f"{name} must be 1 or more, got {value}")
         if width % (2 * heads):
             raise ProgramError(f"width {width} is not a multiple of twice the heads, {heads}: each head needs an even width")
+        if bits is not None and streams != 1:
+            raise ProgramError(
+                f"bits are for a net of one stream, and {streams} streams are reversible without. Give one of the two"
+            )
         if not 0 <= dropout < 1:
             raise ProgramError(f"dropout must be 0 or more and less than 1, got {dropout}")
         self.context = context
         self.embed = nn.Embedding(vocabulary, width)
         blocks = [(Attention(width, heads, dropout), GatedMLP(width, dropout)) for _ in range(depth)]
         self.net = (
-            OneStream(blocks, memory)
+            OneStream(blocks, memory, bits)
             if streams == 1
             else ReversibleSequence(blocks, streams=streams, memory=memory, arithmetic=arithmetic)
         )

@@ -42,7 +42,7 @@ class Checkpoint(Chosen):
     - `verify`: what happens if fn computes something else when backward runs it again: "error", "warn" or "off".
 
     fn is anything callable: a module, a method, a closure, a `functools.partial`. It may return any tree of tensors and other
-    objects (trees as `torch.utils._pytree` knows them). It must not depend on what it changed itself, as with a KV cache.
+    objects. It must not depend on what it changed itself, as with a KV cache.
 
     >>> import torch, retrograde as rg
     >>> layer, x = torch.nn.Linear(8, 8), torch.ones(2, 8)
@@ -89,13 +89,13 @@ class Checkpoint(Chosen):
         `preserve_rng_state` (backward always sees the random numbers of the forward pass). The others are refused.
         """
         if context_fn is not checkpoint.noop_context_fn or determinism_check != "default" or not early_stop:
-            _refuse(context_fn, determinism_check)
-        if torch.compiler.is_dynamo_compiling() and self._memory != "store":  # the compiler knows torch's own
+            refuse(context_fn, determinism_check, early_stop)
+        if self._memory == "store" or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+            return fn(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():  # the compiler knows torch's own
             if self._memory != "checkpoint":
                 _nothing_moves()
             return checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
-        if self._memory == "store" or not torch.is_grad_enabled() or torch.compiler.is_exporting():
-            return fn(*args, **kwargs)
         call = _Call(fn, args, kwargs, self.name)
         moved, kept = call.split()
         if not call.may_train([*moved, *kept]):
@@ -119,14 +119,19 @@ def _nothing_moves() -> bool:
     return True
 
 
-def _refuse(context_fn: Any, determinism_check: str) -> None:
+def refuse(
+    context_fn: Any = checkpoint.noop_context_fn, determinism_check: str = "default", early_stop: bool = True, **_: Any
+) -> None:
+    """What torch's function does, and this one does not."""
+    why = None
     if context_fn is not checkpoint.noop_context_fn:
         why = "context_fn is not supported. Enter the context inside fn; rg.replaying() tells the two runs apart"
     elif determinism_check != "default":
-        why = f"determinism_check={determinism_check!r} is not supported. Say what is checked once: rg.Checkpoint(…, verify=…)"
-    else:
+        why = f"determinism_check={determinism_check!r} is not supported. What is checked is an argument of the object: verify=…"
+    elif not early_stop:
         why = "early_stop=False is not supported. Backward runs fn until it has all that it needs"
-    raise ProgramError(f"rg.Checkpoint: {why}")
+    if why is not None:
+        raise ProgramError(f"rg.Checkpoint: {why}")
 
 
 def _refuse_hidden(out: Any) -> None:
@@ -139,7 +144,7 @@ def _refuse_hidden(out: Any) -> None:
                 kind = type(other).__name__
                 raise ProgramError(
                     f"fn returned a {kind}, and rg.Checkpoint does not see the tensors in it. Return them in a tuple or a dict, "
-                    f"or register the class: torch.utils._pytree.register_pytree_node({kind}, …)"
+                    "or make the class a pytree of torch (register_pytree_node)"
                 )
 
 

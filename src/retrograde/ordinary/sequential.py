@@ -24,8 +24,8 @@ from ..update import ALL, Program, Update
 
 __all__ = ["Sequential"]
 
-_STREAMS = ("x", "x'")  # each layer reads one and replaces the other
-_SEED = "seed"
+STREAMS = ("x", "x'")  # each layer reads one and replaces the other
+SEED = "seed"
 LayerRoute: TypeAlias = Mapping[str, bool | Sequence[bool]]
 
 
@@ -78,9 +78,7 @@ class Sequential(Net, nn.Sequential):
 
     @bits.setter
     def bits(self, bits: int | None) -> None:
-        if bits is not None and (not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= 8):
-            raise ProgramError(f"bits must be a whole number from 1 to 8, or None for layers without noise, got {bits!r}")
-        self._bits = bits
+        self._bits = check_bits(bits)
 
     @property
     def _noisy(self) -> bool:
@@ -130,15 +128,9 @@ class Sequential(Net, nn.Sequential):
             self._made_of, self._programs = made_of, {}
         key = (() if self.route is None else tuple(side), self.bits if self._noisy else None)
         if key not in self._programs:
-            updates = [self._update(depth, layer, self._takes(depth, side)) for depth, layer in enumerate(self)]
+            updates = [ordinary_update(depth, layer, self._takes(depth, side), key[1]) for depth, layer in enumerate(self)]
             self._programs[key] = Program(updates, (1,) * len(updates))
         return self._programs[key]
-
-    def _update(self, depth: int, layer: nn.Module, takes: Any) -> Update:
-        source, target = _STREAMS[depth % 2], _STREAMS[(depth + 1) % 2]
-        if self._noisy and self.bits is not None:
-            return Update(target, Noised(layer), (source, _SEED), takes, Noisy(self.bits, depth))
-        return Update(target, layer, source, takes, Replace())
 
     def forward(self, x: S, /, **side: Any) -> S:  # type: ignore[override]
         """The output for the input `x`, a tensor or a tree of tensors. Side inputs are keyword arguments, see `route`."""
@@ -163,9 +155,9 @@ class Sequential(Net, nn.Sequential):
         if not len(self):
             return x
         program, memory = self._program_for(side), self.memory
-        streams: dict[str, Any] = dict.fromkeys(_STREAMS, x)
+        streams: dict[str, Any] = dict.fromkeys(STREAMS, x)
         if self._noisy:
-            streams[_SEED] = new_seed(next((t.device for t in tensors(x)), None))
+            streams[SEED] = new_seed(next((t.device for t in tensors(x)), None))
         elif self.bits is not None:  # without noise nothing can be undone
             memory = Checkpointed(settled(memory, x))
         arithmetic = "exact" if self._noisy else "float"
@@ -176,7 +168,7 @@ class Sequential(Net, nn.Sequential):
                 program.updates, side, error, "route={{{0!r}: [True, False, …]}} sends {0} to the first layer, and so on"
             )
             raise
-        return out[_STREAMS[len(self) % 2]]
+        return out[STREAMS[len(self) % 2]]
 
     def extra_repr(self) -> str:
         return f"memory={self.memory!r}" if self.bits is None else f"bits={self.bits}, memory={self.memory!r}"
@@ -186,6 +178,20 @@ _NO_TRACE = (
     "rg.Sequential(bits=…) in training is not supported under torch.compile(fullgraph=True). Compile without fullgraph, compile "
     "the layers one by one (rg.compile_fns), or use bits=None"
 )
+
+
+def check_bits(bits: int | None) -> int | None:
+    if bits is not None and (not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= 8):
+        raise ProgramError(f"bits must be a whole number from 1 to 8, or None for layers without noise, got {bits!r}")
+    return bits
+
+
+def ordinary_update(depth: int, layer: nn.Module, takes: Any, bits: int | None) -> Update:
+    """The layer at this depth, with noise or without. `bits`: what is kept to undo it."""
+    source, target = STREAMS[depth % 2], STREAMS[(depth + 1) % 2]
+    if bits is None:
+        return Update(target, layer, source, takes, Replace())
+    return Update(target, Noised(layer), (source, SEED), takes, Noisy(bits, depth))
 
 
 def _goes(name: str, given: Any, depth: int) -> bool | tuple[bool, ...]:

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._base.torch_private import partitioner
 from ..modules import Net, Reversible
+from ..ordinary.sequential import Sequential
 from ..sequence import ReversibleSequence
 
 
@@ -35,6 +36,10 @@ def partition(net: Net, splits: dict[str, Any]) -> None:
     elif isinstance(net, Reversible):
         for i, fn in enumerate(net.fns):
             net.fns[i] = _partitioned(fn, splits)
+    elif isinstance(net, Sequential):
+        for i, layer in enumerate(net):
+            net[i] = _partitioned(layer, splits)
+        net.bits = None
     net.memory, net.arithmetic = "store", "float"
 
 

@@ -11,7 +11,7 @@ from .._base.picture import FAINT, INK, color_of, save_png
 from .._base.report import size
 from ..errors import BudgetTooSmall
 from .plan import Plan
-from .predict import WAYS, Planner
+from .predict import Planner, ways_of
 
 NEAR = 0.06  # of the height: labels that are nearer would touch
 FAR = 2.5  # times the memory
@@ -22,7 +22,7 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
     s = plan.setting
     depths = sorted({max(1, round(s["depth"] * part / 8)) for part in range(1, 13)})
     lines: dict[str, list[tuple[int, int]]] = {}
-    for way in WAYS:
+    for way in ways_of(s):
         for depth in depths:
             try:
                 lines.setdefault(way, []).append((depth, planner.at(way, (depth, s["seq"], s["batch"])).peak))
@@ -57,7 +57,7 @@ def _label(axes: Axes, lines: dict[str, list[tuple[int, int]]], unit: int) -> No
     top = axes.get_ylim()[1]
     beside = 0.0
     for way, line in sorted(lines.items(), key=lambda pair: pair[1][-1][1]):
-        look = {
+        style = {
             "color": color_of(way),
             "fontsize": 8.5,
             "weight": "bold",
@@ -68,7 +68,7 @@ def _label(axes: Axes, lines: dict[str, list[tuple[int, int]]], unit: int) -> No
         if peak / unit <= top:
             y = max(peak / unit, beside)
             beside = y + NEAR * top
-            axes.annotate(f"{way} {size(peak)}", (depth, y), xytext=(8, 0), va="center", **look)
+            axes.annotate(f"{way} {size(peak)}", (depth, y), xytext=(8, 0), va="center", **style)
         else:
             x = next(depth for depth, peak in line if peak / unit > top)
-            axes.annotate(way, (x, top), xytext=(0, 3), ha="center", va="bottom", **look)
+            axes.annotate(way, (x, top), xytext=(0, 3), ha="center", va="bottom", **style)

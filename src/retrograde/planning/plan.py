@@ -11,7 +11,7 @@ import torch
 
 from .._base.report import counted, size
 from ..errors import BudgetTooSmall
-from .predict import WAYS, Planner, Predicted
+from .predict import Planner, Predicted, ways_of
 from .reach import deepest, longest, widest
 from .subject import sizes_told, takes
 from .verdict import verdict
@@ -29,7 +29,7 @@ class Row:
     fits: bool | None = None  # into the memory that is given
     reach: dict[str, int] | None = None  # the deepest, longest and largest that fits, the other sizes as they are
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         found = None if self.predicted is None else {**asdict(self.predicted), "peak": self.predicted.peak}
         return {"way": self.way, "failed": self.failed, "fits": self.fits, "reach": self.reach, "bytes": found}
 
@@ -41,9 +41,9 @@ class Plan:
     worth: bool
     verdict: str
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        rows = [row.told() for row in self.rows]
+        rows = [row.as_dict() for row in self.rows]
         about = {"date": date.today().isoformat(), "torch": torch.__version__, "setting": self.setting}
         return {**about, "rows": rows, "reversal_is_worth_it": self.worth, "verdict": self.verdict}
 
@@ -71,7 +71,7 @@ def make_plan(planner: Planner, did: Callable[[str], object] = lambda way: None)
     setting = planner.setting
     sizes = setting["depth"], setting["seq"], setting["batch"]
     rows: list[Row] = []
-    for way in WAYS:
+    for way in ways_of(setting):
         try:
             found = planner.at(way, sizes)
         except BudgetTooSmall as error:

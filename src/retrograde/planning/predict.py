@@ -16,7 +16,7 @@ from .subject import takes, traced, tracer_of
 from .trace import Traced
 
 LOW, HIGH = 4, 6  # blocks; below four, recovered streams may not yet be of full number
-WAYS = ("store", "checkpoint", "compile", "reverse", "budget")
+WAYS = ("store", "checkpoint", "compile", "bits", "reverse", "budget")
 OPTIMIZERS = {  # of the size of the parameters: states, and what a step holds for itself on CUDA and elsewhere
     "adamw": (2, 1, 0),  # on CUDA all square roots at once
     "adamw-fused": (2, 0, 0),
@@ -25,6 +25,11 @@ OPTIMIZERS = {  # of the size of the parameters: states, and what a step holds f
 }
 PLENTY = 1 << 60
 Sizes = tuple[int, int, int]  # depth, seq, batch
+
+
+def ways_of(setting: dict[str, Any]) -> list[str]:
+    """Layers with reversible noise are made of blocks; a model is taken as it is."""
+    return [way for way in WAYS if way != "bits" or setting["model"] is None]
 
 
 @dataclass(frozen=True)

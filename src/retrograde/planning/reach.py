@@ -75,18 +75,18 @@ def _largest(planner: Planner, way: str, sizes: Callable[[int], Sizes], start: i
     most = _largest(planner, "reverse", sizes, start, unit) if _what_is_left(planner, way) else CAP * max(unit, start)
     if not most:
         return 0
-    looked = [min(most, max(unit, start // unit * unit))]
+    tried = [min(most, max(unit, start // unit * unit))]
     low, high = 0, most + unit  # fits, does not
     for _ in range(TRIES):
-        at = looked[-1]
+        at = tried[-1]
         fits = _cost(planner, way, sizes(at)) <= room
         low, high = (at, high) if fits else (low, at)
-        ahead = _foretold(Between(planner, [sizes(n) for n in looked[-2:]]), way, sizes, room, high, unit)
+        ahead = _foretold(Between(planner, [sizes(n) for n in tried[-2:]]), way, sizes, room, high, unit)
         if high - low <= max(unit, low // 64):
             return low
-        if ahead == at or (len(looked) > 1 and low <= ahead and abs(ahead - at) <= (ABOVE if fits else BELOW) * at):
+        if ahead == at or (len(tried) > 1 and low <= ahead and abs(ahead - at) <= (ABOVE if fits else BELOW) * at):
             return ahead
-        looked.append(ahead if ahead > low else max(unit, (low + high) // 2 // unit * unit) if low else unit)
+        tried.append(ahead if ahead > low else max(unit, (low + high) // 2 // unit * unit) if low else unit)
     return low
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._base.loading import Refused, called, kind_of, load, told
+from .._base.loading import Refused, called, kind_of, load, one_line
 from ..errors import RetrogradeError
 from ..models.blocks import DTYPES, net_of
 from .trace import Made, Traced, Tracer, nets_of
@@ -113,4 +113,4 @@ def traced(tracer: Tracer, setting: dict[str, Any], way: Any, depth: int, seq: i
             where.append(f"traced at depth {depth}")
         more = f"; the input was {times(ours)}, for another one return (model, inputs)" if ours else ""
         told_where = ", ".join(part for part in where if part)
-        raise Refused(f"{told_where}, on fake tensors: {told(error, LONGEST)}{more}") from error
+        raise Refused(f"{told_where}, on fake tensors: {one_line(error, LONGEST)}{more}") from error

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._base.meter import LiveBytes
 from .._base.torch_private import compiler_config, fake_device, fake_mode, home_of, run_backward, tree_leaves
 from .._exact.fake import as_on
+from ..models.blocks import in_layers
 from ..modules import Net
 from .as_on_cuda import AsOnCuda, workspace
 from .partitioned import partition
@@ -105,15 +106,18 @@ class Tracer:
         self.splits: dict[Any, dict[str, Any]] = {}  # of functions, at each size of the input
 
     def trace(self, make: Callable[[], Made], way: Any, key: Any = None) -> Traced:
-        """`make` is called under fake tensors. `way` is a memory policy or "compile", `key` tells sizes of the input apart."""
+        """`make` is called under fake tensors. `way` is a memory policy, "compile" or "bits"; `key`: sizes of the input."""
         with self.fake(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a step that nobody runs
             with _conversions():
                 model, args = make()
             if way == "compile":
                 return self._compiled(model, args, self.splits.setdefault(key, {}))
-            for net in nets_of(model):
-                net.memory = way
+            if way == "bits":
+                model = in_layers(model)
+            else:
+                for net in nets_of(model):
+                    net.memory = way
             return _step(model, args, self.device, self.autocast)
 
     def _compiled(self, model: nn.Module, args: tuple[Any, ...], splits: dict[str, Any]) -> Traced:

@@ -40,10 +40,10 @@ def _without_room(setting: dict[str, Any], rows: dict[str, Predicted]) -> tuple[
     """Against checkpointing, as no memory is given."""
     checkpoint, reverse = rows["checkpoint"], rows["reverse"]
     saved = checkpoint.peak - reverse.peak
-    told = f"{size(reverse.peak)} reversed, {size(checkpoint.peak)} with checkpointing, {size(rows['store'].peak)} stored"
+    peaks = f"{size(reverse.peak)} reversed, {size(checkpoint.peak)} with checkpointing, {size(rows['store'].peak)} stored"
     if saved > WORTH * checkpoint.peak:
-        return True, f"Yes, if memory is short: {told}."
-    return False, f"No: {told}. {hidden(setting, checkpoint, reverse)}".rstrip()
+        return True, f"Yes, if memory is short: {peaks}."
+    return False, f"No: {peaks}. {hidden(setting, checkpoint, reverse)}".rstrip()
 
 
 def hidden(setting: dict[str, Any], checkpoint: Predicted, reverse: Predicted) -> str:

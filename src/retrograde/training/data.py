@@ -80,7 +80,7 @@ class Data:
     name: str
     skipped: int  # binary and empty files in folders
 
-    def told(self) -> str:
+    def summary(self) -> str:
         train, held_out = (f"{len(t) / 1e6:.1f} MB in {counted(len(t.parts), 'file')}" for t in (self.train, self.held_out))
         left = f"; {counted(self.skipped, 'empty or binary file')} left out" if self.skipped else ""
         return f"{self.name}: {train}, held out {held_out}{left}"

@@ -1,4 +1,4 @@
-"""The loop: batches, steps, looks at held-out text, checkpoints; and what stops it."""
+"""The loop: batches, steps, evaluations, checkpoints; and what stops it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .settings import Settings, differences
 from .signals import Asked
 from .state import make_optimizer, put, random_state, set_random_state, tensors
 
-Hear = Callable[[str, dict[str, Any]], object]  # what: "start", "note", "step", "look" or "saved"; and its record
+OnEvent = Callable[[str, dict[str, Any]], object]  # what: "start", "note", "step", "evaluated" or "saved"; and its record
 
 
 @dataclass
@@ -43,13 +43,13 @@ class Outcome:
     data: Data
 
 
-def train(settings: Settings, hear: Hear = lambda what, record: None) -> Outcome:
+def train(settings: Settings, on_event: OnEvent = lambda what, record: None) -> Outcome:
     """Train to the end, or until a signal. Only the first process says anything."""
     with Asked() as asked, processes(settings.parallel, settings.device) as parallel:
-        hear = hear if parallel.rank == 0 else lambda what, record: None
+        on_event = on_event if parallel.rank == 0 else lambda what, record: None
         try:
             with Folder(settings.out, settings.resume, parallel) as folder:
-                return Trainer(settings, parallel, folder, hear).run(asked)
+                return Trainer(settings, parallel, folder, on_event).run(asked)
         except torch.OutOfMemoryError as error:
             raise TrainingError(
                 f"{reason(error)} A smaller batch, or more pieces of it with accumulate, needs less; so does memory reverse"
@@ -64,9 +64,9 @@ def build(settings: Settings) -> Language:
     """The model of these settings, seeded."""
     torch.manual_seed(settings.seed)
     s = settings
-    more = {"memory": s.memory, "arithmetic": s.arithmetic, "streams": s.streams, "dropout": s.dropout}
+    more = {"memory": s.memory, "arithmetic": s.arithmetic, "streams": s.streams, "bits": s.bits}
     with torch.device(s.device):
-        model = Language(s.depth, s.width, s.heads, s.context, **more)
+        model = Language(s.depth, s.width, s.heads, s.context, dropout=s.dropout, **more)
     if settings.compile:
         for block in model.net.blocks:
             block.f.compile()  # type: ignore[union-attr]
@@ -77,8 +77,8 @@ def build(settings: Settings) -> Language:
 class Trainer:
     """One run in one process: everything is made or loaded here, before the first step."""
 
-    def __init__(self, settings: Settings, parallel: Alone, folder: Folder, hear: Hear):
-        self.settings, self.parallel, self.folder, self.hear = settings, parallel, folder, hear
+    def __init__(self, settings: Settings, parallel: Alone, folder: Folder, on_event: OnEvent):
+        self.settings, self.parallel, self.folder, self.on_event = settings, parallel, folder, on_event
         pieces = parallel.world * settings.accumulate
         if settings.batch % pieces:
             raise TrainingError(f"batch {settings.batch} does not divide into {pieces} pieces (processes × accumulate)")
@@ -103,9 +103,9 @@ class Trainer:
         """All steps that are left; the signal that stopped them, 0 for none."""
         s = self.settings
         parameters = sum(p.numel() for p in self.raw.parameters())
-        self.hear("start", {"parameters": parameters, "first": self.step + 1, "text": self.data.told()})
+        self.on_event("start", {"parameters": parameters, "first": self.step + 1, "text": self.data.summary()})
         if self.step == 0:
-            self.look()
+            self.evaluate()
         began, before, stop = time.perf_counter(), self.seconds, 0
         while self.step < s.steps and not stop:
             started = time.perf_counter()
@@ -117,7 +117,7 @@ class Trainer:
             record = {"step": self.step, "loss": self.loss, "lr": s.lr_at(self.step), "norm": norm, "tokens_per_second": rate}
             self.record("step", {**record, "seconds": self.seconds, "peak_bytes": peak_bytes(s.device)})
             if self.step % s.look_every == 0 or self.step == s.steps:
-                self.look()
+                self.evaluate()
             stop = self.parallel.largest(asked.signal)
             if stop or self.step == s.steps or (s.save_every and self.step % s.save_every == 0):
                 self.save()
@@ -174,9 +174,9 @@ class Trainer:
             return model(tokens_BL[:, :-1], tokens_BL[:, 1:])
 
     def seed(self, piece: int) -> None:
-        """What dropout draws follows from seed, step and part of the batch, not from what was drawn before or by whom."""
+        """What dropout and noise draw follows from seed, step and part of the batch, and from nothing drawn before."""
         s = self.settings
-        if s.dropout:
+        if s.dropout or s.bits:
             number = (s.seed * 1_000_003 + self.step) * self.parallel.world * s.accumulate + self.part(piece)
             torch.manual_seed(number % 2**63)
 
@@ -191,7 +191,7 @@ class Trainer:
         return self.data.train.batch(s.seed, self.step, s.batch, self.context, mine).to(s.device)
 
     @torch.no_grad()
-    def look(self) -> None:
+    def evaluate(self) -> None:
         """Held-out bits per byte."""
         self.model.eval()
         s, text = self.settings, self.data.held_out
@@ -202,12 +202,12 @@ class Trainer:
             rows = torch.stack([text.window(start, self.context + 1) for start in mine[i : i + self.rows]])
             total += self.forward(self.model, rows.to(s.device)).float() * len(rows)
         bits = self.parallel.mean(total / len(mine)).item() / math.log(2)
-        self.record("look", {"step": self.step, "held_out_bits": bits})
+        self.record("evaluated", {"step": self.step, "held_out_bits": bits})
 
     def record(self, what: str, record: dict[str, Any]) -> None:
         if self.metrics:
             self.metrics.add(record)
-        self.hear(what, record)
+        self.on_event(what, record)
 
     def save(self) -> None:
         """A checkpoint, unless the weights are spoilt."""
@@ -229,13 +229,13 @@ class Trainer:
             except TrainingError as found:
                 error = found
             self.parallel.together(error)
-        self.hear("saved", {"step": self.step, "path": str(self.saved)})
+        self.on_event("saved", {"step": self.step, "path": str(self.saved)})
 
     def load(self) -> None:
         """The last whole checkpoint, whatever number of processes wrote it; nothing where there is none."""
         found = checkpoints.found(self.folder.checkpoints)
         if not found:
-            self.hear("note", {"text": f"no checkpoint in {self.folder.checkpoints}: starting at step 1"})
+            self.on_event("note", {"text": f"no checkpoint in {self.folder.checkpoints}: starting at step 1"})
             return
         kept = checkpoints.read(found[-1])
         others = differences(kept.settings, self.settings.plain())
@@ -251,7 +251,7 @@ class Trainer:
             put(kept.tensors, self.raw, self.optimizer, str(found[-1]))
         self.step, self.seconds, self.saved = kept.step, kept.seconds, found[-1]
         set_random_state(kept.random, self.settings.device)
-        self.hear("note", {"text": f"resumed from {found[-1]}{': ' + ', '.join(others) if others else ''}"})
+        self.on_event("note", {"text": f"resumed from {found[-1]}{': ' + ', '.join(others) if others else ''}"})
 
 
 def whole(norm: Tensor) -> float:

@@ -14,11 +14,11 @@ from .._base.picture import COLORS, FAINT, INK, save_png
 def draw(records: list[dict[str, Any]], path: Path, what: str) -> None:
     """Bits per byte by step: the loss of each step, and of held-out text."""
     steps = [(r["step"], r["loss"] / math.log(2)) for r in records if "loss" in r]
-    looks = [(r["step"], r["held_out_bits"]) for r in records if "held_out_bits" in r]
+    held_out = [(r["step"], r["held_out_bits"]) for r in records if "held_out_bits" in r]
     figure = Figure(figsize=(7, 4), dpi=200, facecolor="white")
     axes = figure.add_axes((0.085, 0.19, 0.87, 0.67))
     axes.plot(*_columns(steps), color=COLORS["store"], linewidth=0.8, label="training")
-    axes.plot(*_columns(looks), color=COLORS["reverse"], linewidth=2.2, marker="o", markersize=4, label="held-out")
+    axes.plot(*_columns(held_out), color=COLORS["reverse"], linewidth=2.2, marker="o", markersize=4, label="held-out")
     axes.set_xlabel("step", color=INK, fontsize=9.5)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)

@@ -15,6 +15,8 @@ from .errors import TrainingError
 DEFAULTS: dict[str, Any] = {
     "out": Path("runs/language"),
     "data": (),
+    "streams": 3,
+    "bits": None,
     "accumulate": 1,
     "weight_decay": 0.1,
     "step_in_backward": False,
@@ -29,8 +31,8 @@ DEVICE: dict[str, dict[str, Any]] = {
     "cpu": {"depth": 12, "width": 96, "heads": 4, "context": 128, "batch": 8, "steps": 400, "lr": 2e-3, "windows": 32},
     "cuda": {"depth": 24, "width": 512, "heads": 8, "context": 1024, "batch": 32, "steps": 1500, "lr": 1e-3, "windows": 256},
 }
-DEVICE["cpu"] |= {"precision": "float32", "streams": 2, "dropout": 0.0}
-DEVICE["cuda"] |= {"precision": "bf16", "streams": 3, "dropout": 0.2}
+DEVICE["cpu"] |= {"precision": "float32", "dropout": 0.0}
+DEVICE["cuda"] |= {"precision": "bf16", "dropout": 0.2}
 SHAPE = ("depth", "width", "heads", "context", "streams")  # another one needs another checkpoint
 FREE = ("out", "data", "resume", "device", "parallel", "sample")  # may change from one start of a run to the next
 CHOICES = {
@@ -57,6 +59,7 @@ class Settings:
     heads: int
     context: int
     streams: int  # 1 for an ordinary residual net
+    bits: int | None  # of one that reversible noise makes reversible
     dropout: float  # share of what is added to the streams
     batch: int  # sequences of a step, over all processes and pieces
     accumulate: int  # pieces of a batch, one after the other
@@ -89,6 +92,10 @@ class Settings:
                 raise TrainingError(f"{name} must be 0 or more, got {value}")
         if not 0 <= self.dropout < 1:
             raise TrainingError(f"dropout must be 0 or more and less than 1, got {self.dropout}")
+        if self.bits is not None and self.streams != 1:
+            raise TrainingError(f"bits {self.bits} does not go with streams {self.streams}: it is for streams 1, an ordinary net")
+        if self.bits is not None and not 1 <= self.bits <= 8:
+            raise TrainingError(f"bits must be from 1 to 8, got {self.bits}")
         for name, (fine, why) in STEP_IN_BACKWARD.items() if self.step_in_backward else ():
             if getattr(self, name) not in fine:
                 raise TrainingError(f"{name} {getattr(self, name)} does not go with step_in_backward: {why}")
@@ -127,7 +134,7 @@ def settle(given: Mapping[str, Any] | None = None, /, **more: Any) -> Settings:
         **DEFAULTS,
         **DEVICE[device],
         "clip": 0.0 if given.get("step_in_backward") else 1.0,
-        "memory": "store" if given.get("streams") == 1 else "reverse",
+        "memory": "store" if given.get("streams") == 1 and given.get("bits") is None else "reverse",
         "warmup": max(1, steps // 20),
         "look_every": max(1, steps // 10),
         "save_every": max(1, steps // 4),
@@ -142,7 +149,7 @@ def settle(given: Mapping[str, Any] | None = None, /, **more: Any) -> Settings:
 
 def completed(kept: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a checkpoint, with those that older ones do not name."""
-    return {"dropout": 0.0, "streams": 1 if kept.get("one_stream") else 2, **kept}
+    return {"dropout": 0.0, "bits": None, "streams": 1 if kept.get("one_stream") else 2, **kept}
 
 
 def differences(kept: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
