@@ -150,6 +150,13 @@ def prepared(original: Any, way: str, full: bool, bits: int) -> Any:
     return model if way == "ordinary" else checkpoint_(model, way)  # type: ignore[arg-type]
 
 
+def peaks_by_depth(depths: Sequence[int], width: int, length: int, full: bool, bits: int, ways: Sequence[str]) -> None:
+    for depth in depths:
+        original = small_llama(depth, width, length)
+        found = (f"{way} {peak_of(prepared(original, way, full, bits), reference(), length):.1f} MiB" for way in ways)
+        print(f"peak of a step at depth {depth}: " + ", ".join(found), flush=True)
+
+
 def compare(
     depth: int, width: int, length: int, pretrain: int, steps: int, full: bool, bits: int, seeds: int, ways: Sequence[str]
 ) -> tuple[dict[str, list[float]], Any]:
@@ -191,6 +198,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, list[float]]:
     for way in others:
         apart = [a / b - 1 for a, b in zip(losses[way], losses[first], strict=True)]
         print(f"{way} ended {sum(apart) / len(apart):+.2%} from {first} ({', '.join(f'{one:+.2%}' for one in apart)})")
+    depths = [options.depth * times for times in (1, 2, 4)]
+    peaks_by_depth(depths, options.width, options.length, options.full, options.bits, options.ways)
     (ids,) = batches(reference(), 1, options.length, seed=2)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         (model if options.full else merge_lora_(model)).eval().save_pretrained(folder)
