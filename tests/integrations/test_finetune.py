@@ -13,7 +13,7 @@ SMALL = "--depth 6 --width 32 --length 32 --pretrain 20 --steps 15"
 @pytest.mark.parametrize("options", ["", "--full"])
 def test_finetune(options, capsys):
     """Losses are those of ordinary fine-tuning, less is kept, and transformers loads what was saved."""
-    example = runpy.run_path(str(ROOT / "examples" / "finetune.py"))
+    example = runpy.run_path(str((ROOT / "examples" / "finetune").with_suffix(".py")))
     losses = example["main"]([*SMALL.split(), *options.split()])
     said = capsys.readouterr().out
     start = float(re.search(r"pretrained: ([\d.]+)", said)[1])

@@ -31,7 +31,7 @@ def test_example_learns(name, monkeypatch):
     assert losses[-1] < 0.75 * losses[0]
 
 
-@pytest.mark.parametrize("page", ["transformers.md", "frameworks.md"])
+@pytest.mark.parametrize("page", ["finetune.md", "frameworks.md", "transformers.md"])
 def test_code_of_docs(page, tmp_path, monkeypatch):
     """Blocks marked `{ .python .integrations }`, which the ordinary suite passes by."""
     monkeypatch.chdir(tmp_path)

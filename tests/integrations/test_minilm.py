@@ -6,7 +6,7 @@ import pytest
 from support import ROOT
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
-EXAMPLE = runpy.run_path(str(ROOT / "examples" / "embeddings.py"))
+EXAMPLE = runpy.run_path(str((ROOT / "examples" / "embeddings").with_suffix(".py")))
 
 
 def test_embeddings():
