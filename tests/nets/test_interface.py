@@ -464,4 +464,7 @@ def test_to_meta(memory, arithmetic):
     out = flat({"a": x, "b": x})
     out["a"].sum().backward()
     assert out["b"].device.type == "meta"
-    assert net.to_empty(device="cpu")(draw()).device.type == "cpu"
+    net = net.to_empty(device="cpu")
+    for p in net.parameters():
+        torch.nn.init.ones_(p)  # whatever was in that memory may be beyond the range of exact arithmetic
+    assert net(draw()).device.type == "cpu"
