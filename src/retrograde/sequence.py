@@ -318,7 +318,7 @@ def _block(index: int, block: Any) -> nn.Module:
     size = f" of {len(block)}" if isinstance(block, (tuple, list)) else ""
     raise ProgramError(
         f"block {index} is a {type(block).__name__}{size}, not a pair of callables (f, g). Give a tuple (f, g), or a module with "
-        "attributes f and g"
+        "attributes f and g. Ordinary layers, x = layer(x), go to rg.Sequential"
     )
 
 
