@@ -65,10 +65,10 @@ def forward(run: Run, index: int, update: Update, state: Streams) -> None:
             if not run.keeps_sources:  # backward comes down to here: from here on streams note what updates lose
                 state.update({name: noting(value, True) for name, value in state.items()})
                 target = state[update.target]
-        before = None if run.keeps_sources else detached(target)
+        before = () if run.keeps_sources else target
         bought = run.purse is not None and run.purse.buys(record, record.where, tensors(before))
         if bought or not modules.repeatable:
-            record.values, record.before = [t.detach() for t in live], before
+            record.values, record.before = [t.detach() for t in live], detached(before)
         record.meta = _shared(list(map(_described, live)), context.known)
         if versions != list(map(_at_end, record.meta)):
             record.stale = [j for j, version in enumerate(versions) if version != record.meta[j][3]]
